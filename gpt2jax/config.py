@@ -1,0 +1,361 @@
+"""Configuration: frozen, typed dataclasses, filled from YAML files and `--section.key=value`.
+
+A YAML file holds sections (`model:`, `data:`, ...) and may start from another file with `extends: other.yaml` (a path relative to itself), naming only what
+it changes. `model.preset` fills the model section with one of the released sizes before the other keys are laid over it. Types are checked strictly: a
+number in quotes is no number, and an unknown key is refused with the nearest valid one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import pydantic
+import yaml
+from pydantic import Field
+
+from gpt2jax.errors import InputError
+
+Count = Annotated[int, Field(ge=1)]
+Natural = Annotated[int, Field(ge=0)]
+Probability = Annotated[float, Field(ge=0, lt=1)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+_strict = pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=pydantic.ConfigDict(strict=True, extra="forbid"))
+
+#: The released sizes (OpenAI, "Language Models are Unsupervised Multitask Learners", 2019; sizes as in the released hparams.json files).
+PRESETS: dict[str, dict[str, Any]] = {
+    "gpt2": dict(n_layer=12, n_head=12, n_embd=768),
+    "gpt2-medium": dict(n_layer=24, n_head=16, n_embd=1024),
+    "gpt2-large": dict(n_layer=36, n_head=20, n_embd=1280),
+    "gpt2-xl": dict(n_layer=48, n_head=25, n_embd=1600),
+}
+_RELEASED: dict[str, Any] = dict(vocab_size=50257, n_positions=1024, eos_token_id=50256)
+
+
+@_strict
+class ModelConfig:
+    """The network. Names are GPT-2's own (transformers' `GPT2Config`)."""
+
+    vocab_size: Annotated[Count, "token ids that exist"] = 50257
+    n_positions: Annotated[Count, "context length in tokens"] = 1024
+    n_layer: Annotated[Count, "blocks"] = 12
+    n_head: Annotated[Count, "attention heads; must divide n_embd"] = 12
+    n_embd: Annotated[Count, "width of the residual stream"] = 768
+    n_inner: Annotated[Count | None, "width of the MLP; none means 4 x n_embd"] = None
+    position: Annotated[Literal["learned"], "position embedding"] = "learned"
+    norm: Annotated[Literal["layernorm"], "normalisation"] = "layernorm"
+    attention: Annotated[Literal["mha"], "sequence mixer"] = "mha"
+    mlp: Annotated[Literal["gelu"], "channel mixer"] = "gelu"
+    activation_function: Annotated[
+        Literal["gelu_new", "gelu_pytorch_tanh", "gelu", "relu", "silu"], "gelu_new is the tanh form GPT-2 was trained with; gelu is the erf form"
+    ] = "gelu_new"
+    layer_norm_epsilon: Annotated[Positive, "added to the variance"] = 1e-5
+    initializer_range: Annotated[Positive, "std of initial weights; residual projections divide it by sqrt(2 n_layer)"] = 0.02
+    position_initializer_range: Annotated[Positive, "std of initial positions: 0.01 as OpenAI's code, 0.02 in Hugging Face's"] = 0.01
+    embd_pdrop: Annotated[Probability, "dropout after the embeddings"] = 0.0
+    attn_pdrop: Annotated[Probability, "dropout on attention weights"] = 0.0
+    resid_pdrop: Annotated[Probability, "dropout on each block's two outputs"] = 0.0
+    eos_token_id: Annotated[Natural | None, "id that ends a text; none means no such id"] = None
+    vocab_multiple: Annotated[Count, "the token table is padded with zero rows to a multiple of this; padded ids never leave the model"] = 128
+    compute_dtype: Annotated[Literal["float32", "bfloat16"], "dtype of matmuls; parameters, softmax, norms and loss stay float32"] = "float32"
+
+    def __post_init__(self) -> None:
+        if self.n_embd % self.n_head:
+            fits = [h for h in range(1, self.n_embd + 1) if self.n_embd % h == 0]
+            near = min(fits, key=lambda h: abs(h - self.n_head))
+            raise InputError(f"model.n_head={self.n_head} does not divide model.n_embd={self.n_embd}; the nearest that does is {near}")
+        if self.eos_token_id is not None and self.eos_token_id >= self.vocab_size:
+            raise InputError(f"model.eos_token_id={self.eos_token_id} is outside the vocabulary of model.vocab_size={self.vocab_size} ids")
+
+    @property
+    def head_dim(self) -> int:
+        return self.n_embd // self.n_head
+
+    @property
+    def mlp_width(self) -> int:
+        return self.n_inner or 4 * self.n_embd
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the token table: vocab_size rounded up to a multiple of vocab_multiple (50257 -> 50304 at 128)."""
+        return math.ceil(self.vocab_size / self.vocab_multiple) * self.vocab_multiple
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> ModelConfig:
+        """One of the released sizes: gpt2, gpt2-medium, gpt2-large, gpt2-xl. `changes` are laid over it."""
+        return cls(**{**_preset(name), **changes})
+
+
+@_strict
+class DataConfig:
+    """Where tokens come from."""
+
+    source: Annotated[str, "python-stdlib, a folder made by `gpt2jax prepare`, or text files or folders to prepare first"] = "python-stdlib"
+    tokenizer: Annotated[str, "gpt2, bytes, or a Hugging Face folder with tokenizer files"] = "gpt2"
+    val_fraction: Annotated[Probability, "share of documents kept for validation when a source is prepared"] = 0.02
+    split_seed: Annotated[Natural, "seed of the train/validation split when a source is prepared"] = 0
+    verify: Annotated[bool, "check each shard's checksum at start (about a second a gigabyte)"] = True
+
+
+@_strict
+class TrainConfig:
+    """The run's length and batch."""
+
+    steps: Annotated[Natural, "optimizer steps"] = 1000
+    batch_size: Annotated[Count, "sequences a step, over all devices"] = 8
+    sequence_length: Annotated[Count | None, "tokens a sequence; none means model.n_positions"] = None
+    seed: Annotated[Natural, "seed of the initial weights, the data order and dropout"] = 0
+    log_every: Annotated[Count, "steps between lines of metrics"] = 10
+
+
+@_strict
+class OptimizerConfig:
+    """AdamW, or Muon on the blocks' matrices with AdamW elsewhere; linear warm-up, then cosine decay."""
+
+    name: Annotated[Literal["adamw", "muon"], "adamw, or muon on the blocks' matrices and adamw on the rest"] = "adamw"
+    learning_rate: Annotated[Positive, "peak learning rate"] = 6e-4
+    matrix_learning_rate: Annotated[Positive, "muon only: peak learning rate of the blocks' matrices"] = 0.02
+    final_fraction: Annotated[NonNegative, "the learning rate at the end, as a share of the peak"] = 0.1
+    warmup_steps: Annotated[Natural, "steps from zero to the peak"] = 100
+    decay_steps: Annotated[Count | None, "step at which the decay ends; none means train.steps"] = None
+    weight_decay: Annotated[NonNegative, "decoupled decay, on matrices only"] = 0.1
+    beta1: Probability = 0.9
+    beta2: Probability = 0.95
+    eps: Positive = 1e-8
+    clip_norm: Annotated[Positive | None, "limit of the gradient's global norm; none means no limit"] = 1.0
+
+
+@_strict
+class EvalConfig:
+    """Validation inside the run."""
+
+    every: Annotated[Natural, "steps between validations; 0 means only at the end"] = 250
+    sequences: Annotated[Count, "validation sequences used, from the start of the validation split"] = 64
+
+
+@_strict
+class CheckpointConfig:
+    """What is kept of a run."""
+
+    every: Annotated[Natural, "steps between checkpoints; 0 means only at the end"] = 250
+    keep: Annotated[Count, "newest checkpoints kept"] = 2
+    keep_best: Annotated[bool, "also keep the checkpoint of the lowest val_loss"] = True
+
+
+@_strict
+class RunConfig:
+    """Where the run lives."""
+
+    dir: Annotated[str, "folder of the run"] = "runs/default"
+    resume: Annotated[Literal["never", "auto"], "auto: go on from the newest checkpoint in run.dir, if there is one"] = "never"
+    sample_prompt: Annotated[str | None, "text continued at the end of the run; none prints no sample"] = "\n"
+    sample_tokens: Annotated[Count, "tokens of that sample"] = 256
+
+
+@_strict
+class Config:
+    """A whole run."""
+
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    data: DataConfig = Field(default_factory=DataConfig)
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    eval: EvalConfig = Field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    run: RunConfig = Field(default_factory=RunConfig)
+
+    def __post_init__(self) -> None:
+        if self.sequence_length > self.model.n_positions:
+            raise InputError(
+                f"train.sequence_length={self.sequence_length} is longer than model.n_positions={self.model.n_positions}; lower the first or raise the second"
+            )
+
+    @property
+    def sequence_length(self) -> int:
+        return self.train.sequence_length or self.model.n_positions
+
+
+def load_config(path: str | Path | None = None, overrides: list[str] | tuple[str, ...] = ()) -> Config:
+    """Read a YAML file (none: all defaults), lay `--section.key=value` strings over it, and check the whole.
+
+    Raises InputError, one line, for a missing or malformed file, an unknown key (with the nearest valid one), a wrong type or an impossible combination.
+    """
+    tree = read_yaml(Path(path)) if path is not None else {}
+    for override in overrides:
+        tree = _merge(tree, _parse_override(override))
+    return config_from_tree(tree, where=str(path) if path is not None else "command line")
+
+
+def config_from_tree(tree: dict[str, Any], where: str = "config") -> Config:
+    """Nested dicts to a checked Config; `where` names the source in errors."""
+    for section, values in tree.items():
+        _check_key(section, _fields(Config), "", where)
+        if not isinstance(values, dict):
+            raise InputError(f"{where}: section {section} must hold keys and values, not {values!r}")
+        names = _fields(_section_type(section))
+        for key in values:
+            _check_key(key, names + (["preset"] if section == "model" else []), f"{section}.", where)
+    model = dict(tree.get("model", {}))
+    if (name := model.pop("preset", None)) is not None:
+        model = {**_preset(name), **model}
+    sections = {}
+    for section, values in {**tree, "model": model}.items():
+        try:
+            sections[section] = _section_type(section)(**values)
+        except pydantic.ValidationError as error:
+            raise InputError(f"{where}: {_explain(section, error)}") from None
+    try:
+        return Config(**sections)
+    except pydantic.ValidationError as error:
+        raise InputError(f"{where}: {_explain('config', error)}") from None
+
+
+def to_tree(config: Config) -> dict[str, dict[str, Any]]:
+    """The resolved configuration as plain nested dicts, each key present."""
+    return dataclasses.asdict(config)
+
+
+def to_yaml(config: Config) -> str:
+    """The resolved configuration as YAML that `load_config` reads back equal."""
+    return yaml.safe_dump(to_tree(config), sort_keys=False, allow_unicode=True)
+
+
+def describe_options() -> list[tuple[str, str, str, str]]:
+    """(name, type, default, meaning) of each `--section.key` option, for `--help`."""
+    rows = []
+    for section in _fields(Config):
+        kind = _section_type(section)
+        for key, hint in get_type_hints(kind, include_extras=True).items():
+            meaning = next((note for note in getattr(hint, "__metadata__", ()) if isinstance(note, str)), "")
+            default = getattr(kind(), key)
+            rows.append((f"--{section}.{key}", _plain_type(hint), "none" if default is None else repr(default).strip("'"), meaning))
+    return rows
+
+
+def read_yaml(path: Path, _seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """One YAML file with its `extends` chain merged in, unchecked."""
+    if not path.is_file():
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")] if path.parent.is_dir() else [], 1, 0.4)
+        raise InputError(f"config file {path} does not exist" + (f"; did you mean {path.parent / near[0]}?" if near else ""))
+    if path.resolve() in _seen:
+        raise InputError(f"{path}: `extends` goes round in a circle: {' -> '.join(p.name for p in (*_seen, path))}")
+    try:
+        tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    if tree is None:
+        tree = {}
+    if not isinstance(tree, dict):
+        raise InputError(f"{path}: a config must hold sections, not {tree!r}")
+    base = tree.pop("extends", None)
+    if base is None:
+        return tree
+    if not isinstance(base, str):
+        raise InputError(f"{path}: extends must name a file, not {base!r}")
+    return _merge(read_yaml(path.parent / base, (*_seen, path.resolve())), tree)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML whose floats are those of YAML 1.2: PyYAML follows 1.1, which reads 6e-4 as a string."""
+
+
+
+
+def _construct_mapping(loader: yaml.SafeLoader, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    keys = [loader.construct_object(key, deep=True) for key, _ in node.value]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise yaml.YAMLError(f"key {key!r} stands twice in one section (line {node.start_mark.line + 1})")
+    return yaml.SafeLoader.construct_mapping(loader, node, deep)
+
+
+_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, lambda loader, node: _construct_mapping(loader, node, deep=True))
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789"))
+
+
+def _parse_override(text: str) -> dict[str, Any]:
+    match = re.fullmatch(r"--([A-Za-z_]+)\.([A-Za-z_0-9]+)=(.*)", text, re.S)
+    if not match:
+        raise InputError(f"cannot read option {text!r}; options are written --section.key=value, as in --train.steps=200")
+    section, key, value = match.groups()
+    _check_key(section, _fields(Config), "", "command line")
+    if key in _fields(_section_type(section)) and _is_text(section, key):
+        # a text option is taken as it stands: a folder named 2024 or yes is a name, not a number
+        return {section: {key: None if value in ("null", "none") else value}}
+    try:
+        return {section: {key: None if value == "none" else yaml.load(value, _Loader)}}
+    except yaml.YAMLError:
+        return {section: {key: value}}
+
+
+def _is_text(section: str, key: str) -> bool:
+    hint = get_type_hints(_section_type(section))[key]
+    return hint is str or str in get_args(hint)
+
+
+def _merge(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in change.items():
+        old = merged.get(key)
+        if isinstance(old, dict) and isinstance(value, dict):
+            # a preset in the change replaces the sizes that the base spelled out
+            keep = {k: v for k, v in old.items() if not ("preset" in value and k in ("n_layer", "n_head", "n_embd"))}
+            merged[key] = {**keep, **value}
+        else:
+            merged[key] = value
+    return merged
+
+
+def _preset(name: Any) -> dict[str, Any]:
+    if name not in PRESETS:
+        raise InputError(f"model.preset={name!r} is unknown; there are {', '.join(PRESETS)}")
+    return {**_RELEASED, **PRESETS[name]}
+
+
+def _fields(kind: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(kind)]
+
+
+def _section_type(section: str) -> Any:
+    return {
+        "model": ModelConfig,
+        "data": DataConfig,
+        "train": TrainConfig,
+        "optimizer": OptimizerConfig,
+        "eval": EvalConfig,
+        "checkpoint": CheckpointConfig,
+        "run": RunConfig,
+    }[section]
+
+
+def _check_key(key: Any, valid: list[str], prefix: str, where: str) -> None:
+    if key in valid:
+        return
+    near = difflib.get_close_matches(str(key), valid, 1, 0.3)
+    hint = f"did you mean {prefix}{near[0]}?" if near else f"valid ones are {', '.join(valid)}"
+    raise InputError(f"{where}: unknown key {prefix}{key}; {hint}")
+
+
+def _explain(section: str, error: pydantic.ValidationError) -> str:
+    first = error.errors()[0]
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, InputError):  # from a __post_init__, which names its keys itself
+        return str(cause)
+    more = f" ({len(error.errors()) - 1} more such)" if len(error.errors()) > 1 else ""
+    return f"{section}.{first['loc'][0]}={first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}{more}"
+
+
+def _plain_type(hint: Any) -> str:
+    if get_origin(hint) is Annotated:
+        return _plain_type(get_args(hint)[0])
+    if get_origin(hint) is Literal:
+        return "|".join(get_args(hint))
+    if get_args(hint):  # a union
+        return "|".join(_plain_type(part) for part in get_args(hint))
+    return "none" if hint is type(None) else str(hint.__name__)

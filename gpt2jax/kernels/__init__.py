@@ -1,0 +1,1 @@
+"""The same operation on another schedule."""

@@ -1,0 +1,75 @@
+"""The functional decode state.
+
+Letters: B batch, S slots of the large cache, R slots of the recent one, G key/value heads, K head width.
+
+A mixer's state has two parts. `frozen` stays constant for a chunk of decode steps; `live` is carried by the scan and takes the new tokens. Between chunks
+`commit` writes live into frozen. Why two: XLA copies a buffer that a loop both reads and updates, at every step, so the large part must not be in the carry.
+
+Slots are used alike by all rows: prompts are padded on the right to one length, generated tokens follow in the next slots, and `valid` says which slots hold
+real tokens. A slot's index is therefore no position; positions are counted per row (`length_B`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """The tokens handed to a mixer: position_BT int32, and valid_BT bool (False marks padding; None means all are real)."""
+
+    position_BT: jax.Array
+    valid_BT: jax.Array | None = None
+
+    @staticmethod
+    def of(shape: tuple[int, int], valid_BT: jax.Array | None = None) -> Span:
+        """A whole sequence from position 0; padding on either side takes no position."""
+        if valid_BT is None:
+            return Span(jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape))
+        return Span(jnp.maximum(jnp.cumsum(valid_BT, -1, dtype=jnp.int32) - 1, 0), valid_BT)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KV:
+    """Keys and values of one layer: k, v [B, S or R, G, K]."""
+
+    k: jax.Array
+    v: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Slots:
+    """What the slots of all layers hold: valid_BS, valid_BR bool; filled, recent int32 scalars (slots in use of the large and the recent part)."""
+
+    valid_BS: jax.Array
+    valid_BR: jax.Array
+    filled: jax.Array
+    recent: jax.Array
+
+    def push(self, valid_BT: jax.Array) -> Slots:
+        """T more tokens in the recent part. The caller has planned for them: recent + T <= R."""
+        valid_BR = jax.lax.dynamic_update_slice(self.valid_BR, valid_BT, (0, self.recent))
+        return dataclasses.replace(self, valid_BR=valid_BR, recent=self.recent + valid_BT.shape[1])
+
+    def commit(self) -> Slots:
+        """Recent slots become large ones; the recent part is empty again."""
+        valid_BS = jax.lax.dynamic_update_slice(self.valid_BS, self.valid_BR, (0, self.filled))
+        return Slots(valid_BS, jnp.zeros_like(self.valid_BR), self.filled + self.recent, jnp.zeros_like(self.recent))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecodeState:
+    """Everything that decoding carries: per layer a mixer's frozen and live state, the slots they share, and length_B int32, real tokens so far of each row."""
+
+    frozen: tuple[Any, ...]
+    live: tuple[Any, ...]
+    slots: Slots
+    length_B: jax.Array

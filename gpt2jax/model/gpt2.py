@@ -1,0 +1,139 @@
+"""GPT-2: embeddings -> blocks -> final norm -> logits through the tied token table.
+
+Letters: B batch, T tokens, L layers, V vocabulary, P padded vocabulary, D width, S and R slots of the decode cache (see cache.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from gpt2jax.config import ModelConfig
+from gpt2jax.errors import InputError
+from gpt2jax.model.block import NORMS, POSITIONS, Block
+from gpt2jax.model.cache import DecodeState, Slots, Span
+from gpt2jax.model.linear import child_key, dropout, normal
+
+
+class GPT2(nnx.Module):
+    """The GPT-2 language model (Radford et al. 2019). A JAX pytree: jit, grad, vmap and scan take it as it is.
+
+    Blocks are stacked: each of their parameters has a leading axis L and they run under `jax.lax.scan`. Make one with `GPT2(config, jax.random.key(0))`.
+    """
+
+    def __init__(self, config: ModelConfig, key: jax.Array) -> None:
+        self.config = config
+        rows = jnp.arange(config.padded_vocab_size)[:, None] < config.vocab_size
+        table = normal(child_key(key, "tokens"), (config.vocab_size, config.n_embd), ("vocab", "embed"), config.initializer_range)
+        pad = ((0, config.padded_vocab_size - config.vocab_size), (0, 0))
+        self.token_table = table.replace(jnp.where(rows, jnp.pad(table[...], pad), 0.0))
+        self.position = POSITIONS[config.position](config, child_key(key, "position"))
+        layer_keys = jax.vmap(lambda layer: jax.random.fold_in(child_key(key, "blocks"), layer))(jnp.arange(config.n_layer))
+        self.blocks = jax.vmap(lambda layer_key: Block(config, layer_key))(layer_keys)
+        self.norm = NORMS[config.norm](config)
+
+    def __call__(self, tokens_BT: jax.Array, *, mask_BT: jax.Array | None = None, dropout_key: jax.Array | None = None) -> jax.Array:
+        """Logits float32 [B, T, V] of tokens int32 [B, T].
+
+        mask_BT (bool): False marks padding, on either side; padding takes no position and nothing attends to it. dropout_key turns dropout on.
+        Raises InputError if T exceeds the context or the shape is not [B, T]. Ids must lie in [0, V): inside jit they can't be checked.
+        """
+        check_tokens(tokens_BT, self.config)
+        return _logits(self, tokens_BT, mask_BT, dropout_key)
+
+    def hidden(self, tokens_BT: jax.Array, *, mask_BT: jax.Array | None = None, dropout_key: jax.Array | None = None) -> jax.Array:
+        """The final norm's output, [B, T, D] in the compute dtype."""
+        check_tokens(tokens_BT, self.config)
+        span = Span.of(tokens_BT.shape, mask_BT)
+        embed_key, block_key = (None, None) if dropout_key is None else jax.random.split(dropout_key)
+        keys_L = None if block_key is None else jax.random.split(block_key, self.config.n_layer)
+        x_BTD = self._embed(tokens_BT, span, embed_key)
+        x_BTD, _ = jax.lax.scan(lambda x, layer: (layer[0](x, span, layer[1])[0], None), x_BTD, (self.blocks, keys_L))
+        return self.norm(x_BTD)
+
+    def padded_logits(self, x: jax.Array) -> jax.Array:
+        """Hidden states [..., D] -> float32 logits [..., P]; padded ids get -inf, so that no softmax, argmax or sample sees them."""
+        dtype = jnp.dtype(self.config.compute_dtype)
+        table_PD = self.token_table[...].astype(dtype)
+        logits = jax.lax.dot_general(x.astype(dtype), table_PD, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+        return jnp.where(jnp.arange(table_PD.shape[0]) < self.config.vocab_size, logits, -jnp.inf)
+
+    def prefill(self, tokens_BT: jax.Array, length_B: jax.Array, *, slots: int, recent: int) -> tuple[jax.Array, DecodeState]:
+        """Run right-padded prompts: the hidden state [B, D] of each row's last real token, and the decode state behind all of them.
+
+        tokens_BT int32, length_B int32 in [1, T]; slots >= T and recent >= 1 are the cache's two sizes.
+        """
+        B, T = tokens_BT.shape
+        valid_BT = jnp.arange(T)[None, :] < length_B[:, None]
+        span = Span.of((B, T), valid_BT)
+        x_BTD = self._embed(tokens_BT, span, None)
+        frozen, live = [], []
+        for block in self.unstacked():
+            x_BTD, entry = block(x_BTD, span)
+            layer_frozen, layer_live = block.mixer.start(entry, slots, recent)
+            frozen.append(layer_frozen)
+            live.append(layer_live)
+        valid_BS = jnp.pad(valid_BT, ((0, 0), (0, slots - T)))
+        counts = Slots(valid_BS, jnp.zeros((B, recent), bool), jnp.int32(T), jnp.int32(0))
+        x_BD = jnp.take_along_axis(x_BTD, (length_B - 1)[:, None, None], 1)[:, 0]
+        return self.norm(x_BD), DecodeState(tuple(frozen), tuple(live), counts, length_B)
+
+    def step(self, tokens_BT: jax.Array, state: DecodeState) -> tuple[jax.Array, DecodeState]:
+        """T more tokens of every row on top of a cache: hidden states [B, T, D] and the state behind them, same structure, shapes and dtypes.
+
+        The caller has planned for them: they fit the recent slots, and positions stay below n_positions.
+        """
+        B, T = tokens_BT.shape
+        span = Span(state.length_B[:, None] + jnp.arange(T, dtype=jnp.int32)[None, :])
+        slots = state.slots.push(jnp.ones((B, T), bool))
+        x_BTD = self._embed(tokens_BT, span, None)
+        live = []
+        for block, layer_frozen, layer_live in zip(self.unstacked(), state.frozen, state.live, strict=True):
+            x_BTD, layer_live = block.step(x_BTD, layer_frozen, layer_live, slots, span)
+            live.append(layer_live)
+        return self.norm(x_BTD), DecodeState(state.frozen, tuple(live), slots, state.length_B + T)
+
+    def commit(self, state: DecodeState) -> DecodeState:
+        """Move the recent part of every layer's cache behind its frozen part. The caller has planned for it: filled + R <= S."""
+        frozen = tuple(b.mixer.commit(f, lv, state.slots) for b, f, lv in zip(self.unstacked(), state.frozen, state.live, strict=True))
+        return dataclasses.replace(state, frozen=frozen, slots=state.slots.commit())
+
+    def unstack(self) -> GPT2:
+        """The same model with blocks as a tuple of L separate ones, which decodes faster: slicing a stack inside the loop would copy the weights."""
+        model = nnx.clone(self)
+        model.blocks = nnx.data(self.unstacked())
+        return model
+
+    def unstacked(self) -> tuple[Any, ...]:
+        """The L blocks one by one."""
+        if isinstance(self.blocks, tuple):
+            return self.blocks
+        return tuple(jax.tree.map(lambda leaf, i=i: leaf[i], self.blocks) for i in range(self.config.n_layer))
+
+    def _embed(self, tokens_BT: jax.Array, span: Span, dropout_key: jax.Array | None) -> jax.Array:
+        x_BTD = self.position(self.token_table[...][tokens_BT], span.position_BT)
+        return dropout(x_BTD, self.config.embd_pdrop, dropout_key).astype(self.config.compute_dtype)
+
+
+def check_tokens(tokens_BT: jax.Array, config: ModelConfig) -> None:
+    """InputError unless tokens have the shape [B, T] with 1 <= T <= n_positions and an integer dtype. Shapes are static, so this holds inside jit too."""
+    if tokens_BT.ndim != 2 or not jnp.issubdtype(tokens_BT.dtype, jnp.integer):
+        raise InputError(f"tokens must be integers of shape [batch, tokens], not {tokens_BT.dtype}{list(tokens_BT.shape)}")
+    if not 1 <= tokens_BT.shape[1] <= config.n_positions:
+        raise InputError(f"{tokens_BT.shape[1]} tokens do not fit the context of n_positions={config.n_positions}; pass between 1 and {config.n_positions}")
+
+
+@jax.jit
+def _logits(model: GPT2, tokens_BT: jax.Array, mask_BT: jax.Array | None, dropout_key: jax.Array | None) -> jax.Array:
+    hidden_BTD = model.hidden(tokens_BT, mask_BT=mask_BT, dropout_key=dropout_key)
+    return model.padded_logits(hidden_BTD)[..., : model.config.vocab_size]
+
+
+def parameter_count(model: GPT2) -> int:
+    """Numbers in the parameters, without the token table's padding rows (gpt2: 124,439,808)."""
+    total = sum(leaf.size for leaf in jax.tree.leaves(model))
+    return total - (model.config.padded_vocab_size - model.config.vocab_size) * model.config.n_embd

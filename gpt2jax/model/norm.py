@@ -1,0 +1,26 @@
+"""Normalisation. B batch, T tokens, D width."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from gpt2jax.config import ModelConfig
+from gpt2jax.model.linear import constant
+
+
+class LayerNorm(nnx.Module):
+    """(x - mean) / sqrt(var + eps) * scale + bias over the last axis; statistics in float32, result in x's dtype (Ba et al., arXiv:1607.06450)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.scale = constant((config.n_embd,), ("embed",), 1.0)
+        self.bias = constant((config.n_embd,), ("embed",), 0.0)
+        self.eps = config.layer_norm_epsilon
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        x32_BTD = x_BTD.astype(jnp.float32)
+        centred_BTD = x32_BTD - x32_BTD.mean(-1, keepdims=True)
+        variance_BT1 = jnp.square(centred_BTD).mean(-1, keepdims=True)
+        y_BTD = centred_BTD * jax.lax.rsqrt(variance_BT1 + self.eps) * self.scale[...] + self.bias[...]
+        return y_BTD.astype(x_BTD.dtype)
