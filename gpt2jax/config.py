@@ -107,7 +107,7 @@ class DataConfig:
 class TrainConfig:
     """The run's length and batch."""
 
-    steps: Annotated[Natural, "optimizer steps"] = 1000
+    steps: Annotated[Count, "optimizer steps"] = 1000
     batch_size: Annotated[Count, "sequences a step, over all devices"] = 8
     sequence_length: Annotated[Count | None, "tokens a sequence; none means model.n_positions"] = None
     seed: Annotated[Natural, "seed of the initial weights, the data order and dropout"] = 0

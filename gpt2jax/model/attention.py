@@ -30,43 +30,48 @@ class Attention(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, span: Span, dropout_key: jax.Array | None = None) -> tuple[jax.Array, KV]:
         """A whole sequence: y [B, T, D], and the keys and values that a cache can start from."""
-        q_BTHK, kv_BTGK = self._project(x_BTD)
+        q_BTHK, kv = self._project(x_BTD)
         T = x_BTD.shape[1]
         mask_BTS = jnp.tril(jnp.ones((1, T, T), bool))
         if span.valid_BT is not None:
             mask_BTS = mask_BTS & span.valid_BT[:, None, :]
-        o_BTHK = attend(q_BTHK, kv_BTGK.k, kv_BTGK.v, mask_BTS, dropout_rate=self.dropout_rate, dropout_key=dropout_key)
-        return self.out(o_BTHK), kv_BTGK
+        o_BTHK = attend(q_BTHK, kv.k, kv.v, mask_BTS, dropout_rate=self.dropout_rate, dropout_key=dropout_key)
+        return self.out(o_BTHK), kv
 
-    def start(self, kv_BTGK: KV, slots: int, recent: int) -> tuple[KV, KV]:
+    def start(self, kv: KV, slots: int, recent: int) -> tuple[KV, KV]:
         """A sequence's keys and values as (frozen, live): the first T of S slots are filled, the R recent ones are empty."""
-        B, T, G, K = kv_BTGK.k.shape
-        pad = lambda x: jnp.pad(x, ((0, 0), (0, slots - T), (0, 0), (0, 0)))  # noqa: E731
-        empty = jnp.zeros((B, recent, G, K), kv_BTGK.k.dtype)
-        return KV(pad(kv_BTGK.k), pad(kv_BTGK.v)), KV(empty, empty)
+        B, G, _, K = kv.k.shape
+        empty = jnp.zeros((B, G, recent, K), kv.k.dtype)
+        return self.grow(kv, slots), KV(empty, empty)
+
+    def grow(self, frozen: KV, slots: int) -> KV:
+        """The frozen part with room for `slots` slots."""
+        pad = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, slots - x.shape[2]), (0, 0)))  # noqa: E731
+        return KV(pad(frozen.k), pad(frozen.v))
 
     def step(self, x_BTD: jax.Array, frozen: KV, live: KV, slots: Slots, span: Span) -> tuple[jax.Array, KV]:
         """T more tokens, already counted in `slots` (they are its last T recent ones): y [B, T, D] and live with their keys and values."""
-        q_BTHK, new_BTGK = self._project(x_BTD)
-        T, R = x_BTD.shape[1], live.k.shape[1]
+        q_BTHK, new = self._project(x_BTD)
+        B, T, S, R = *x_BTD.shape[:2], frozen.k.shape[2], live.k.shape[2]
         first = slots.recent - T
-        write = lambda old, new: jax.lax.dynamic_update_slice(old, new, (0, first, 0, 0))  # noqa: E731
         # the barrier keeps XLA from fusing the update into the reads below, which would copy the buffer
-        live = jax.lax.optimization_barrier(KV(write(live.k, new_BTGK.k), write(live.v, new_BTGK.v)))
+        live = jax.lax.optimization_barrier(KV(_write(live.k, new.k, first), _write(live.v, new.v, first)))
         seen_TR = jnp.arange(R)[None, :] <= first + jnp.arange(T)[:, None]
         mask_BTR = seen_TR[None] & slots.valid_BR[:, None, :]
-        mask_BTS = jnp.broadcast_to(slots.valid_BS[:, None, :], (x_BTD.shape[0], T, frozen.k.shape[1]))
+        mask_BTS = jnp.broadcast_to(slots.valid_BS[:, None, :], (B, T, S))
         scores = [attention_scores(q_BTHK, frozen.k), attention_scores(q_BTHK, live.k)]
         weights = masked_softmax(jnp.concatenate(scores, -1), jnp.concatenate([mask_BTS, mask_BTR], -1)[:, None, None])
-        S = frozen.k.shape[1]
         o_BTHK = weigh_values(weights[..., :S], frozen.v) + weigh_values(weights[..., S:], live.v)
         return self.out(o_BTHK), live
 
     def commit(self, frozen: KV, live: KV, slots: Slots) -> KV:
         """Live keys and values written behind the frozen ones. The caller has planned for them: filled + R <= S."""
-        write = lambda old, new: jax.lax.dynamic_update_slice(old, new, (0, slots.filled, 0, 0))  # noqa: E731
-        return KV(write(frozen.k, live.k), write(frozen.v, live.v))
+        return KV(_write(frozen.k, live.k, slots.filled), _write(frozen.v, live.v, slots.filled))
 
     def _project(self, x_BTD: jax.Array) -> tuple[jax.Array, KV]:
-        kv_BT2GK = self.key_value(x_BTD)
-        return self.query(x_BTD), KV(kv_BT2GK[:, :, 0], kv_BT2GK[:, :, 1])
+        kv_2BGTK = self.key_value(x_BTD).transpose(2, 0, 3, 1, 4)
+        return self.query(x_BTD), KV(kv_2BGTK[0], kv_2BGTK[1])
+
+
+def _write(old: jax.Array, new: jax.Array, slot: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_slice(old, new, (0, 0, slot, 0))

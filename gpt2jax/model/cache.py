@@ -37,7 +37,7 @@ class Span:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KV:
-    """Keys and values of one layer: k, v [B, S or R, G, K]."""
+    """Keys and values of one layer: k, v [B, G, S or R, K], head-major so that attention reads them without a copy."""
 
     k: jax.Array
     v: jax.Array

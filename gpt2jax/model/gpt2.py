@@ -33,7 +33,8 @@ class GPT2(nnx.Module):
         self.token_table = table.replace(jnp.where(rows, jnp.pad(table[...], pad), 0.0))
         self.position = POSITIONS[config.position](config, child_key(key, "position"))
         layer_keys = jax.vmap(lambda layer: jax.random.fold_in(child_key(key, "blocks"), layer))(jnp.arange(config.n_layer))
-        self.blocks = jax.vmap(lambda layer_key: Block(config, layer_key))(layer_keys)
+        # lax.map stacks as vmap does, and compiles the random draws in half the time
+        self.blocks = jax.lax.map(lambda layer_key: Block(config, layer_key), layer_keys)
         self.norm = NORMS[config.norm](config)
 
     def __call__(self, tokens_BT: jax.Array, *, mask_BT: jax.Array | None = None, dropout_key: jax.Array | None = None) -> jax.Array:
@@ -101,6 +102,13 @@ class GPT2(nnx.Module):
         """Move the recent part of every layer's cache behind its frozen part. The caller has planned for it: filled + R <= S."""
         frozen = tuple(b.mixer.commit(f, lv, state.slots) for b, f, lv in zip(self.unstacked(), state.frozen, state.live, strict=True))
         return dataclasses.replace(state, frozen=frozen, slots=state.slots.commit())
+
+    def grow(self, state: DecodeState, slots: int) -> DecodeState:
+        """The same state with `slots` slots in the frozen part, at least as many as now."""
+        frozen = tuple(block.mixer.grow(entry, slots) for block, entry in zip(self.unstacked(), state.frozen, strict=True))
+        more = slots - state.slots.valid_BS.shape[1]
+        counts = dataclasses.replace(state.slots, valid_BS=jnp.pad(state.slots.valid_BS, ((0, 0), (0, more))))
+        return dataclasses.replace(state, frozen=frozen, slots=counts)
 
     def unstack(self) -> GPT2:
         """The same model with blocks as a tuple of L separate ones, which decodes faster: slicing a stack inside the loop would copy the weights."""

@@ -40,7 +40,8 @@ class Linear(nnx.Module):
     def __init__(
         self, key: jax.Array, inputs: tuple[int, ...], outputs: tuple[int, ...], *, input_axes: Axes, output_axes: Axes, std: float, dtype: jnp.dtype
     ) -> None:
-        self.w = normal(key, inputs + outputs, input_axes + output_axes, std)
+        draw = normal(key, inputs + outputs, input_axes + output_axes, std)
+        self.w = nnx.Param(draw[...], axes=draw.axes, inputs=len(inputs))
         self.b = constant(outputs, output_axes, 0.0)
         self.contracted = len(inputs)
         self.dtype = dtype

@@ -1,0 +1,1 @@
+"""Objective, optimizer, step, loop, checkpoints and metrics."""

@@ -1,0 +1,148 @@
+"""Config: YAML, extends, presets, overrides, and refusals in one line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from gpt2jax.config import PRESETS, Config, ModelConfig, config_from_tree, describe_options, load_config, to_tree, to_yaml
+from gpt2jax.errors import InputError
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda p: p.name)
+def test_every_file_in_configs_loads(path: Path) -> None:
+    config = load_config(path)
+    assert config_from_tree(yaml.safe_load(to_yaml(config))) == config
+
+
+def test_defaults_without_a_file() -> None:
+    assert load_config() == Config()
+
+
+def test_overrides_lie_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("train: {steps: 7, batch_size: 3}\noptimizer: {learning_rate: 6e-4}\n")
+    config = load_config(file, ["--train.steps=9", "--optimizer.learning_rate=1e-2", "--optimizer.clip_norm=none"])
+    assert (config.train.steps, config.train.batch_size) == (9, 3)
+    assert config.optimizer.learning_rate == 0.01
+    assert config.optimizer.clip_norm is None
+
+
+def test_yaml_floats_are_those_of_yaml_1_2(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("optimizer: {learning_rate: 6e-4, eps: 1E-9}\n")
+    optimizer = load_config(tmp_path / "a.yaml").optimizer
+    assert (optimizer.learning_rate, optimizer.eps) == (6e-4, 1e-9)
+
+
+def test_text_options_are_taken_as_they_stand() -> None:
+    config = load_config(None, ["--run.dir=2024", "--data.source=yes", "--run.sample_prompt=a=b: {c}"])
+    assert (config.run.dir, config.data.source, config.run.sample_prompt) == ("2024", "yes", "a=b: {c}")
+
+
+def test_extends_names_only_what_changes(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("model: {n_layer: 3, n_head: 2, n_embd: 6}\ntrain: {steps: 5}\n")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "more.yaml").write_text("extends: ../base.yaml\ntrain: {batch_size: 4}\n")
+    config = load_config(tmp_path / "sub" / "more.yaml")
+    assert (config.model.n_layer, config.train.steps, config.train.batch_size) == (3, 5, 4)
+
+
+def test_preset_replaces_the_sizes_of_the_file_it_extends(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("model: {n_layer: 3, n_head: 2, n_embd: 6, resid_pdrop: 0.5}\n")
+    (tmp_path / "xl.yaml").write_text("extends: base.yaml\nmodel: {preset: gpt2-xl}\n")
+    model = load_config(tmp_path / "xl.yaml").model
+    assert (model.n_layer, model.n_head, model.n_embd, model.resid_pdrop) == (48, 25, 1600, 0.5)
+    assert load_config(None, ["--model.preset=gpt2-medium", "--model.n_layer=2"]).model.n_layer == 2
+    assert [ModelConfig.preset(name).n_layer for name in PRESETS] == [12, 24, 36, 48]
+
+
+def test_padded_vocabulary() -> None:
+    assert ModelConfig().padded_vocab_size == 50304
+    assert ModelConfig(vocab_size=257, vocab_multiple=1).padded_vocab_size == 257
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("--train.stepz=5", ["train.stepz", "did you mean train.steps?"]),
+        ("--trian.steps=5", ["trian", "did you mean train?"]),
+        ("--model.n_layers=5", ["did you mean model.n_layer?"]),
+        ("--model.n_layer=2.5", ["model.n_layer=2.5", "integer"]),
+        ("--model.n_layer=true", ["model.n_layer=True", "integer"]),
+        ("--model.n_layer=twelve", ["model.n_layer='twelve'", "integer"]),
+        ("--model.n_layer=0", ["model.n_layer=0", "greater than or equal to 1"]),
+        ("--model.n_layer=", ["model.n_layer=None"]),
+        ("--model.resid_pdrop=1.0", ["resid_pdrop=1.0", "less than 1"]),
+        ("--optimizer.learning_rate=-1", ["learning_rate=-1", "greater than 0"]),
+        ("--optimizer.learning_rate=.inf", ["learning_rate=inf", "finite"]),
+        ("--model.n_head=7", ["n_head=7", "n_embd=768", "nearest that does is 6"]),
+        ("--model.eos_token_id=60000", ["eos_token_id=60000", "50257"]),
+        ("--train.sequence_length=2048", ["sequence_length=2048", "n_positions=1024"]),
+        ("--model.position=rope", ["position='rope'", "learned"]),
+        ("--model.preset=gpt3", ["gpt3", "gpt2-xl"]),
+        ("--run.resume=yes", ["run.resume=True", "auto"]),
+        ("train.steps=5", ["train.steps=5", "--section.key=value"]),
+        ("--train=5", ["--train=5"]),
+    ],
+)
+def test_bad_overrides_are_refused_in_one_line(override: str, words: list[str]) -> None:
+    with pytest.raises(InputError) as caught:
+        load_config(None, [override])
+    message = str(caught.value)
+    assert "\n" not in message
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("model: {n_layer: '3'}", ["model.n_layer='3'", "integer"]),
+        ("modle: {n_layer: 3}", ["modle", "did you mean model?"]),
+        ("train: 5", ["section train"]),
+        ("- a\n- b", ["sections"]),
+        ("train: {steps: 5", ["not valid YAML"]),
+        ("train: {steps: 5, steps: 6}", ["steps", "twice"]),
+        ("extends: nowhere.yaml", ["nowhere.yaml", "does not exist"]),
+        ("extends: [a]", ["extends must name a file"]),
+        ("extends: config.yaml", ["circle"]),
+        ("data: {verify: 'no'}", ["data.verify='no'"]),
+    ],
+)
+def test_bad_files_are_refused_in_one_line(tmp_path: Path, text: str, words: list[str]) -> None:
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(InputError) as caught:
+        load_config(tmp_path / "config.yaml")
+    message = str(caught.value)
+    assert "\n" not in message
+    assert all(word in message for word in ["config.yaml", *words]), message
+
+
+def test_a_missing_file_names_its_nearest_neighbour(tmp_path: Path) -> None:
+    (tmp_path / "quickstart.yaml").write_text("")
+    with pytest.raises(InputError, match="did you mean .*quickstart.yaml"):
+        load_config(tmp_path / "quikstart.yaml")
+
+
+def test_in_python_bad_values_are_value_errors() -> None:
+    with pytest.raises(ValueError, match="does not divide"):
+        ModelConfig(n_embd=10, n_head=3)
+    with pytest.raises(ValueError, match="n_layer"):
+        ModelConfig(n_layer="3")  # type: ignore[arg-type]
+
+
+def test_options_for_help_cover_every_key() -> None:
+    named = {name for name, *_ in describe_options()}
+    assert named == {f"--{section}.{key}" for section, values in to_tree(Config()).items() for key in values}
+    assert ("--model.n_inner", "int|none", "none", "width of the MLP; none means 4 x n_embd") in describe_options()
+    assert all(meaning for name, _, _, meaning in describe_options() if name.split(".")[0] != "--optimizer")
+
+
+def test_config_does_not_import_jax() -> None:
+    code = "import sys, gpt2jax.config, gpt2jax.cli; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

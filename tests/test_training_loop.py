@@ -1,0 +1,202 @@
+"""A whole run: what it writes, how it ends, and that N + M steps equal N, kill -9, M bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gpt2jax.config import load_config
+from gpt2jax.data import TokenData
+from gpt2jax.errors import InputError
+from gpt2jax.training import loop
+from gpt2jax.training.checkpoint import Checkpoints, load_model
+from gpt2jax.training.loop import RunFailed, train
+from gpt2jax.training.metrics import read_metrics
+from gpt2jax.training.optimizer import make_optimizer
+from gpt2jax.training.step import init_state
+
+ROOT = Path(__file__).parent.parent
+KEYS = ["step", "tokens", "loss", "val_loss", "lr", "grad_norm", "tokens_per_s", "val_bits_per_byte"]
+
+
+def _run(options: list[str], *more: str) -> int:
+    return train(load_config(None, [*options, *more]))
+
+
+def _state(run_dir: Path) -> dict[str, np.ndarray]:
+    """Every array of the newest checkpoint, by path."""
+    import jax
+
+    from gpt2jax.model.parameters import abstract_model
+
+    config = load_config(run_dir / "config.yaml")
+    optimizer = make_optimizer(config.optimizer, config.train.steps, abstract_model(config.model))
+    state = Checkpoints(run_dir, config.checkpoint).restore(init_state(config.model, optimizer, config.train.seed))
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(state)}
+
+
+def _assert_same_run(a: Path, b: Path) -> None:
+    state_a, state_b = _state(a), _state(b)
+    assert state_a.keys() == state_b.keys()
+    for name, value in state_a.items():
+        np.testing.assert_array_equal(value, state_b[name], err_msg=name)
+    measured = [[{k: v for k, v in line.items() if k != "tokens_per_s"} for line in read_metrics(d / "metrics.jsonl")] for d in (a, b)]
+    assert measured[0] == measured[1]
+
+
+def _run_and_die(options: list[str], patch: str) -> int:
+    """A run in a process of its own, with `patch` executed first."""
+    code = f"import os, signal, sys\n{patch}\nfrom gpt2jax.cli import main\nsys.exit(main(['train', os.devnull, *sys.argv[1:]]))"
+    return subprocess.run([sys.executable, "-c", code, *options], cwd=ROOT, capture_output=True).returncode
+
+
+@pytest.fixture
+def dropout_options(tiny_options: list[str]) -> list[str]:
+    return [*tiny_options, "--model.resid_pdrop=0.2", "--model.attn_pdrop=0.1", "--model.embd_pdrop=0.1"]
+
+
+def test_a_run_writes_metrics_config_and_a_model_that_loads(tiny_options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run(tiny_options, "--optimizer.learning_rate=0.01") == 0
+    run_dir = tmp_path / "run"
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 13))
+    assert all(list(line) == KEYS for line in lines)
+    assert [line["tokens"] for line in lines] == [5 * 24 * step for step in range(1, 13)]
+    assert [line["step"] for line in lines if line["val_loss"] is not None] == [6, 12]
+    assert lines[-1]["val_loss"] < lines[5]["val_loss"] < np.log(257)
+    np.testing.assert_allclose(lines[-1]["val_bits_per_byte"] * np.log(2), lines[-1]["val_loss"], rtol=0.05)  # a byte a token, but for the ends of texts
+    saved = load_config(run_dir / "config.yaml")
+    assert saved.model.eos_token_id == 256 and saved.train.steps == 12
+    model, tokenizer = load_model(run_dir)
+    assert tokenizer is not None and model.config == saved.model
+    printed = capsys.readouterr().out
+    assert "n_embd: 12" in printed and "parameters" in printed and str(run_dir) in printed
+
+
+def test_val_loss_is_the_mean_over_all_targets(tiny_options: list[str], tmp_path: Path, prepared: Path) -> None:
+    import jax.numpy as jnp
+
+    from gpt2jax.data import open_data
+
+    assert _run(tiny_options, "--train.steps=2", "--eval.sequences=1000000") == 0
+    model, _ = load_model(tmp_path / "run")
+    data = open_data(prepared, split="val", sequence_length=24, batch_size=1, seed=0)
+    total, number = 0.0, 0
+    for inputs, targets in data.eval_batches(1_000_000):
+        real = int((targets >= 0).sum())
+        logits = np.asarray(model(jnp.asarray(inputs)), np.float64)[0, :real]
+        total += float((np.log(np.exp(logits).sum(-1)) - logits[np.arange(real), targets[0, :real]]).sum())
+        number += real
+    assert number == data.tokens - 1  # the ragged end included
+    np.testing.assert_allclose(read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["val_loss"], total / number, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "patch",
+    [
+        pytest.param(
+            "from gpt2jax.training.metrics import MetricsFile\nold = MetricsFile.write\n"
+            "def write(self, **v):\n    old(self, **v)\n    v['step'] == 7 and os.kill(os.getpid(), signal.SIGKILL)\nMetricsFile.write = write",
+            id="between-checkpoints",
+        ),
+        pytest.param(
+            "from gpt2jax.training.checkpoint import Checkpoints\nold = Checkpoints.save\n"
+            "def save(self, state, *a):\n    old(self, state, *a)\n    int(state.step) == 8 and os.kill(os.getpid(), signal.SIGKILL)\nCheckpoints.save = save",
+            id="in-the-middle-of-a-save",
+        ),
+    ],
+)
+def test_kill_then_resume_equals_the_uninterrupted_run_bit_for_bit(dropout_options: list[str], tmp_path: Path, patch: str) -> None:
+    killed, straight = [*dropout_options, f"--run.dir={tmp_path / 'killed'}"], [*dropout_options, f"--run.dir={tmp_path / 'straight'}"]
+    assert _run_and_die(killed, patch) == -signal.SIGKILL
+    with (tmp_path / "killed" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 9, "los')  # a torn line, as a kill in the middle of a write leaves it
+    assert _run(killed, "--run.resume=auto") == 0
+    assert _run(straight) == 0
+    _assert_same_run(tmp_path / "killed", tmp_path / "straight")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_during_validation_saves_and_the_run_goes_on(
+    dropout_options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    options = [*dropout_options, "--checkpoint.every=0"]
+    real = TokenData.eval_batches
+
+    def interrupted(self: TokenData, sequences: int):
+        for i, batch in enumerate(real(self, sequences)):
+            if i == 1:
+                os.kill(os.getpid(), number)
+            yield batch
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TokenData, "eval_batches", interrupted)
+        assert _run(options) == 128 + number
+    assert int(_state(tmp_path / "run")[".step"]) == 6
+    assert _run(options, "--run.resume=auto") == 0
+    assert _run(options, "--eval.every=0", f"--run.dir={tmp_path / 'straight'}") == 0
+    assert read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["loss"] == read_metrics(tmp_path / "straight" / "metrics.jsonl")[-1]["loss"]
+
+
+def test_resume_without_a_run_starts_one(tiny_options: list[str], tmp_path: Path) -> None:
+    assert _run(tiny_options, "--run.resume=auto", "--train.steps=2") == 0
+    assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 2
+
+
+def test_a_used_folder_is_refused_and_left_alone(tiny_options: list[str], tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "notes.txt").write_text("mine")
+    for more in ([], ["--run.resume=auto"]):
+        with pytest.raises(InputError, match="already in use"):
+            _run(tiny_options, *more)
+    assert [p.name for p in (tmp_path / "run").iterdir()] == ["notes.txt"]
+
+
+def test_resuming_with_other_settings_or_data_is_refused(tiny_options: list[str], tmp_path: Path) -> None:
+    assert _run(tiny_options, "--train.steps=2") == 0
+    before = sorted((p, p.stat().st_mtime_ns) for p in (tmp_path / "run").rglob("*"))
+    with pytest.raises(InputError, match=r"train.seed was 0, is 1; .*optimizer.learning_rate was 0.0006, is 0.1"):
+        _run(tiny_options, "--run.resume=auto", "--train.seed=1", "--optimizer.learning_rate=0.1")
+    (tmp_path / "other.txt").write_text("another text altogether\n" * 99)
+    with pytest.raises(InputError, match="data has changed"):
+        _run(tiny_options, "--run.resume=auto", f"--data.source={tmp_path / 'other.txt'}")
+    assert sorted((p, p.stat().st_mtime_ns) for p in (tmp_path / "run").rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--model.vocab_size=256"], "model.vocab_size=256 is smaller than the 257 ids"),
+        (["--data.source=nowhere"], "nowhere"),
+        (["--data.tokenizer=nowhere"], "nowhere"),
+        (["--train.sequence_length=25"], "sequence_length=25"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_is_written(tiny_options: list[str], tmp_path: Path, more: list[str], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        _run(tiny_options, *more)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_loss_that_is_no_number_ends_the_run_and_names_the_step(tiny_options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    real = loop.make_train_step
+
+    def broken(*arguments: object):
+        step = real(*arguments)  # type: ignore[arg-type]
+
+        def run(state, inputs, targets):
+            state, metrics = step(state, inputs, targets)
+            return state, {**metrics, "loss": metrics["loss"] * (np.nan if int(state.step) == 3 else 1)}
+
+        return run
+
+    monkeypatch.setattr(loop, "make_train_step", broken)
+    with pytest.raises(RunFailed, match="step 3"):
+        _run(tiny_options)
