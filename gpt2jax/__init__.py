@@ -1,0 +1,50 @@
+"""GPT-2 in JAX and Flax: train, sample, convert, and swap one component at a time.
+
+    import gpt2jax
+    model, tokenizer = gpt2jax.load("runs/quickstart")
+    results = gpt2jax.generate(model, ["def "], max_new_tokens=64, tokenizer=tokenizer)
+    print(results[0].text)
+
+Names are loaded when first used, so that importing the package, and `gpt2jax --help`, do not start JAX.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gpt2jax.config import Config, ModelConfig, load_config
+    from gpt2jax.decoding.generate import Generation, generate
+    from gpt2jax.errors import InputError
+    from gpt2jax.load import load
+    from gpt2jax.model.gpt2 import GPT2
+    from gpt2jax.tokenizer import Tokenizer, load_tokenizer
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Config": "gpt2jax.config",
+    "GPT2": "gpt2jax.model.gpt2",
+    "Generation": "gpt2jax.decoding.generate",
+    "InputError": "gpt2jax.errors",
+    "ModelConfig": "gpt2jax.config",
+    "Tokenizer": "gpt2jax.tokenizer",
+    "generate": "gpt2jax.decoding.generate",
+    "load": "gpt2jax.load",
+    "load_config": "gpt2jax.config",
+    "load_tokenizer": "gpt2jax.tokenizer",
+}
+__all__ = ["GPT2", "Config", "Generation", "InputError", "ModelConfig", "Tokenizer", "generate", "load", "load_config", "load_tokenizer"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'gpt2jax' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value  # `load` is also a submodule: the name must mean the function, whichever was imported first
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,148 @@
+"""The `gpt2jax` command. Subcommands import what they need when they run, so that `--help` answers at once.
+
+Exit status: 0 success, 2 bad input (one line on stderr), 1 a run that failed, 130 Ctrl-C, 143 SIGTERM after a last checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from gpt2jax.errors import InputError
+
+QUICKSTART = "quickstart.yaml"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line (default: sys.argv) and return its exit status."""
+    try:
+        return _dispatch(list(sys.argv[1:] if arguments is None else arguments))
+    except InputError as error:
+        print(f"gpt2jax: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("gpt2jax: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output, such as `head`, has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _dispatch(arguments: list[str]) -> int:
+    parser = _Parser(prog="gpt2jax", description="GPT-2 in JAX and Flax: train, sample, convert, prepare.")
+    parser.add_argument("--version", action="store_true", help="print the version")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
+    run: dict[str, Callable[[argparse.Namespace, list[str]], int]] = {}
+
+    train = commands.add_parser("train", help="train a model", description="Train a model. With no CONFIG: configs/quickstart.yaml.", add_help=False)
+    train.add_argument("config", nargs="?", metavar="CONFIG", help="a YAML file")
+    train.add_argument("-h", "--help", action="store_true")
+    run["train"] = _train
+
+    sample = commands.add_parser("sample", help="continue a prompt", description="Continue a prompt.")
+    from gpt2jax.decoding.command import add_arguments
+
+    add_arguments(sample)
+    run["sample"] = _sample
+
+    convert = commands.add_parser("convert", help="import a Hugging Face folder", description="Write a model as a folder that sample and load read.")
+    convert.add_argument("src", metavar="SRC", help="a Hugging Face GPT-2 folder, a hub id, a run folder or a checkpoint")
+    convert.add_argument("--out", required=True, metavar="DIR", help="a new folder")
+    run["convert"] = _convert
+
+    prepare = commands.add_parser("prepare", help="turn text into token shards", description="Turn text into token shards that training reads.")
+    prepare.add_argument("sources", nargs="+", metavar="SOURCE", help="python-stdlib, - for standard input, or files, folders and globs (.txt .md .py .jsonl, .gz, .zst)")
+    prepare.add_argument("--out", required=True, metavar="DIR", help="a new folder")
+    prepare.add_argument("--tokenizer", default="gpt2", help="gpt2, bytes, or a Hugging Face folder (default: gpt2)")
+    prepare.add_argument("--val-fraction", type=float, default=0.02, metavar="F", help="share of documents for validation (default: 0.02)")
+    prepare.add_argument("--seed", type=int, default=0, help="seed of the train/validation split (default: 0)")
+    prepare.add_argument("--separator", metavar="TEXT", help="text that separates documents inside plain text files")
+    prepare.add_argument("--text-key", default="text", metavar="KEY", help="key of the text in JSON lines (default: text)")
+    prepare.add_argument("--shard-tokens", type=int, default=100_000_000, metavar="N", help="tokens a shard (default: 100,000,000)")
+    prepare.add_argument("--workers", type=int, metavar="N", help="processes (default: one a core)")
+    run["prepare"] = _prepare
+
+    options, rest = parser.parse_known_args(arguments)
+    if options.version:
+        from gpt2jax import __version__
+
+        print(f"gpt2jax {__version__}")
+        return 0
+    if options.command is None:
+        parser.print_help()
+        return 0
+    if rest and options.command != "train":
+        raise InputError(f"unknown option {rest[0]!r}; see gpt2jax {options.command} --help")
+    return run[options.command](options, rest)
+
+
+def _train(options: argparse.Namespace, overrides: list[str]) -> int:
+    from gpt2jax.config import describe_options, load_config
+
+    if options.help:
+        print("usage: train.py [CONFIG] [--section.key=value ...]\n\nTrain a model. With no CONFIG: configs/quickstart.yaml.\n\noptions:")
+        for name, kind, default, meaning in describe_options():
+            print(f"  {name:38} {meaning} ({kind}; default {default!s})")
+        return 0
+    config = load_config(options.config or _quickstart(), overrides)
+    from gpt2jax import compile_cache
+    from gpt2jax.training.loop import RunFailed, train
+
+    compile_cache.enable()
+    try:
+        return train(config)
+    except RunFailed as error:
+        print(f"gpt2jax: the run failed: {error}", file=sys.stderr)
+        return 1
+
+
+def _sample(options: argparse.Namespace, _: list[str]) -> int:
+    from gpt2jax.decoding.command import run_sample
+
+    return run_sample(options)
+
+
+def _convert(options: argparse.Namespace, _: list[str]) -> int:
+    from gpt2jax.load import convert_folder
+
+    convert_folder(options.src, Path(options.out))
+    print(f"wrote {options.out}; sample from it: python sample.py {options.out} --prompt TEXT")
+    return 0
+
+
+def _prepare(options: argparse.Namespace, _: list[str]) -> int:
+    from gpt2jax.data.prepare import prepare
+    from gpt2jax.tokenizer import load_tokenizer
+
+    manifest = prepare(
+        options.sources,
+        Path(options.out),
+        tokenizer=load_tokenizer(options.tokenizer),
+        val_fraction=options.val_fraction,
+        seed=options.seed,
+        shard_tokens=options.shard_tokens,
+        workers=options.workers,
+        separator=options.separator,
+        text_key=options.text_key,
+    )
+    sizes = ", ".join(f"{name} {split.tokens:,} tokens of {split.documents:,} documents" for name, split in manifest.splits.items())
+    print(f"wrote {options.out}: {sizes}; train on it: --data.source={options.out} --data.tokenizer={options.tokenizer}")
+    return 0
+
+
+def _quickstart() -> Path:
+    """configs/quickstart.yaml: of the working folder, else of the source tree, else the copy that an installed package carries."""
+    package = Path(__file__).resolve().parent
+    homes = [Path("configs"), package.parent / "configs", package / "configs"]
+    return next((home / QUICKSTART for home in homes if (home / QUICKSTART).is_file()), homes[0] / QUICKSTART)
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse that reports bad usage in one line, as everything else does."""
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{message}; see {self.prog} --help")
