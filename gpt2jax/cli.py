@@ -66,6 +66,11 @@ def _dispatch(arguments: list[str]) -> int:
     prepare.add_argument("--workers", type=int, metavar="N", help="processes (default: one a core)")
     run["prepare"] = _prepare
 
+    plot = commands.add_parser("plot", help="draw the curves of runs", description="Draw loss, learning rate, gradient norm and throughput of runs.")
+    plot.add_argument("runs", nargs="+", metavar="RUN", help="run folders")
+    plot.add_argument("--out", default="runs.png", metavar="FILE", help="the picture to write (default: runs.png)")
+    run["plot"] = _plot
+
     options, rest = parser.parse_known_args(arguments)
     if options.version:
         from gpt2jax import __version__
@@ -89,10 +94,10 @@ def _train(options: argparse.Namespace, overrides: list[str]) -> int:
             print(f"  {name:38} {meaning} ({kind}; default {default!s})")
         return 0
     config = load_config(options.config or _quickstart(), overrides)
-    from gpt2jax import compile_cache
+    from gpt2jax import runtime
     from gpt2jax.training.loop import RunFailed, train
 
-    compile_cache.enable()
+    runtime.start()
     try:
         return train(config)
     except RunFailed as error:
@@ -131,6 +136,14 @@ def _prepare(options: argparse.Namespace, _: list[str]) -> int:
     )
     sizes = ", ".join(f"{name} {split.tokens:,} tokens of {split.documents:,} documents" for name, split in manifest.splits.items())
     print(f"wrote {options.out}: {sizes}; train on it: --data.source={options.out} --data.tokenizer={options.tokenizer}")
+    return 0
+
+
+def _plot(options: argparse.Namespace, _: list[str]) -> int:
+    from gpt2jax.training.plot import plot_runs
+
+    plot_runs([Path(run) for run in options.runs], Path(options.out))
+    print(f"wrote {options.out}")
     return 0
 
 

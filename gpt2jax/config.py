@@ -26,7 +26,7 @@ Probability = Annotated[float, Field(ge=0, lt=1)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
-_strict = pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=pydantic.ConfigDict(strict=True, extra="forbid"))
+_STRICT = pydantic.ConfigDict(strict=True, extra="forbid")
 
 #: The released sizes (OpenAI, "Language Models are Unsupervised Multitask Learners", 2019; sizes as in the released hparams.json files).
 PRESETS: dict[str, dict[str, Any]] = {
@@ -38,7 +38,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 _RELEASED: dict[str, Any] = dict(vocab_size=50257, n_positions=1024, eos_token_id=50256)
 
 
-@_strict
+@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=_STRICT)
 class ModelConfig:
     """The network. Names are GPT-2's own (transformers' `GPT2Config`)."""
 
@@ -92,7 +92,7 @@ class ModelConfig:
         return cls(**{**_preset(name), **changes})
 
 
-@_strict
+@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=_STRICT)
 class DataConfig:
     """Where tokens come from."""
 
@@ -103,7 +103,7 @@ class DataConfig:
     verify: Annotated[bool, "check each shard's checksum at start (about a second a gigabyte)"] = True
 
 
-@_strict
+@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=_STRICT)
 class TrainConfig:
     """The run's length and batch."""
 
@@ -114,7 +114,7 @@ class TrainConfig:
     log_every: Annotated[Count, "steps between lines of metrics"] = 10
 
 
-@_strict
+@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=_STRICT)
 class OptimizerConfig:
     """AdamW, or Muon on the blocks' matrices with AdamW elsewhere; linear warm-up, then cosine decay."""
 
@@ -131,7 +131,7 @@ class OptimizerConfig:
     clip_norm: Annotated[Positive | None, "limit of the gradient's global norm; none means no limit"] = 1.0
 
 
-@_strict
+@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=_STRICT)
 class EvalConfig:
     """Validation inside the run."""
 
@@ -139,7 +139,7 @@ class EvalConfig:
     sequences: Annotated[Count, "validation sequences used, from the start of the validation split"] = 64
 
 
-@_strict
+@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=_STRICT)
 class CheckpointConfig:
     """What is kept of a run."""
 
@@ -148,7 +148,7 @@ class CheckpointConfig:
     keep_best: Annotated[bool, "also keep the checkpoint of the lowest val_loss"] = True
 
 
-@_strict
+@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=_STRICT)
 class RunConfig:
     """Where the run lives."""
 
@@ -158,7 +158,7 @@ class RunConfig:
     sample_tokens: Annotated[Count, "tokens of that sample"] = 256
 
 
-@_strict
+@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=_STRICT)
 class Config:
     """A whole run."""
 
@@ -240,7 +240,7 @@ def describe_options() -> list[tuple[str, str, str, str]]:
 
 def read_yaml(path: Path, _seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     """One YAML file with its `extends` chain merged in, unchecked."""
-    if not path.is_file():
+    if not path.exists() or path.is_dir():  # /dev/null and pipes are fine
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")] if path.parent.is_dir() else [], 1, 0.4)
         raise InputError(f"config file {path} does not exist" + (f"; did you mean {path.parent / near[0]}?" if near else ""))
     if path.resolve() in _seen:
@@ -267,15 +267,15 @@ class _Loader(yaml.SafeLoader):
 
 
 
-def _construct_mapping(loader: yaml.SafeLoader, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+def _construct_mapping(loader: Any, node: Any) -> dict[Any, Any]:
     keys = [loader.construct_object(key, deep=True) for key, _ in node.value]
     for key in keys:
         if keys.count(key) > 1:
             raise yaml.YAMLError(f"key {key!r} stands twice in one section (line {node.start_mark.line + 1})")
-    return yaml.SafeLoader.construct_mapping(loader, node, deep)
+    return dict(loader.construct_mapping(node, deep=True))
 
 
-_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, lambda loader, node: _construct_mapping(loader, node, deep=True))
+_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _construct_mapping)
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789"))
 
 

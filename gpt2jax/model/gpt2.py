@@ -49,7 +49,8 @@ class GPT2(nnx.Module):
     def hidden(self, tokens_BT: jax.Array, *, mask_BT: jax.Array | None = None, dropout_key: jax.Array | None = None) -> jax.Array:
         """The final norm's output, [B, T, D] in the compute dtype."""
         check_tokens(tokens_BT, self.config)
-        span = Span.of(tokens_BT.shape, mask_BT)
+        B, T = tokens_BT.shape
+        span = Span.of((B, T), mask_BT)
         embed_key, block_key = (None, None) if dropout_key is None else jax.random.split(dropout_key)
         keys_L = None if block_key is None else jax.random.split(block_key, self.config.n_layer)
         x_BTD = self._embed(tokens_BT, span, embed_key)

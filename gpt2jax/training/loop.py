@@ -14,12 +14,14 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from gpt2jax.config import Config, to_tree, to_yaml
 from gpt2jax.data import TokenData, default_cache_dir, open_data, resolve_source
 from gpt2jax.errors import InputError
 from gpt2jax.model.gpt2 import GPT2, parameter_count
 from gpt2jax.model.parameters import abstract_model, with_parameters
+from gpt2jax.parallel.mesh import data_mesh, replicate, split_rows
 from gpt2jax.tokenizer import Tokenizer, load_tokenizer
 from gpt2jax.training.checkpoint import CONFIG, TOKENIZER, Checkpoints, require_unused, saved_config, write_text
 from gpt2jax.training.metrics import MetricsFile, ProgressView
@@ -56,15 +58,16 @@ def train(config: Config) -> int:
 
 
 def _run(config: Config, run_dir: Path, tokenizer: Tokenizer, splits: dict[str, TokenData], signals: _Signals) -> int:
+    mesh = data_mesh(config.train.batch_size)
     skeleton = abstract_model(config.model)
     optimizer = make_optimizer(config.optimizer, config.train.steps, skeleton)
     schedule = make_schedule(config.optimizer, config.train.steps)
     step_function = make_train_step(config.model, optimizer, schedule, config.optimizer.learning_rate, config.train.seed)
-    evaluate = _make_evaluate(config, skeleton, tokenizer, splits["val"])
+    evaluate = _make_evaluate(config, skeleton, mesh, tokenizer, splits["val"])
 
     _lay_out(run_dir, config, tokenizer, splits["train"])
     checkpoints = Checkpoints(run_dir, config.checkpoint)
-    state = init_state(config.model, optimizer, config.train.seed)
+    state = replicate(init_state(config.model, optimizer, config.train.seed), mesh)
     restored = checkpoints.restore(state)
     state = restored or state
     step, steps = int(state.step), config.train.steps
@@ -79,7 +82,7 @@ def _run(config: Config, run_dir: Path, tokenizer: Tokenizer, splits: dict[str, 
             raise InputError(f"{run_dir} is already at step {step}, past train.steps={steps}; raise train.steps")
         while step < steps and not signals.number:
             inputs_BT, targets_BT = splits["train"].batch(step)
-            state, measured = step_function(state, inputs_BT, targets_BT)
+            state, measured = step_function(state, split_rows(inputs_BT, mesh), split_rows(targets_BT, mesh))
             step += 1
             view.advance(step)
             last = step == steps
@@ -154,8 +157,12 @@ def _open_splits(config: Config, tokenizer: Tokenizer) -> dict[str, TokenData]:
     folder = resolve_source(
         config.data.source, tokenizer, val_fraction=config.data.val_fraction, seed=config.data.split_seed, cache_dir=default_cache_dir()
     )
-    shape = dict(sequence_length=config.sequence_length, seed=config.train.seed, verify=config.data.verify)
-    return {split: open_data(folder, split=split, batch_size=config.train.batch_size, **shape) for split in ("train", "val")}
+    return {
+        split: open_data(
+            folder, split=split, sequence_length=config.sequence_length, batch_size=config.train.batch_size, seed=config.train.seed, verify=config.data.verify
+        )
+        for split in ("train", "val")
+    }
 
 
 def _check_data(path: Path, data: TokenData, *, resume: bool) -> None:
@@ -184,7 +191,7 @@ def _introduce(config: Config, skeleton: GPT2, splits: dict[str, TokenData], run
     print(flush=True)
 
 
-def _make_evaluate(config: Config, skeleton: GPT2, tokenizer: Tokenizer, data: TokenData) -> Any:
+def _make_evaluate(config: Config, skeleton: GPT2, mesh: Mesh, tokenizer: Tokenizer, data: TokenData) -> Any:
     bytes_of_id = tokenizer.token_bytes()
 
     @jax.jit
@@ -197,7 +204,7 @@ def _make_evaluate(config: Config, skeleton: GPT2, tokenizer: Tokenizer, data: T
         total, targets, text_bytes = 0.0, 0, 0
         batches: Iterable[tuple[np.ndarray, np.ndarray]] = data.eval_batches(config.eval.sequences)
         for inputs_BT, targets_BT in batches:
-            total += float(batch_sum(state.parameters, inputs_BT, targets_BT))
+            total += float(batch_sum(state.parameters, split_rows(inputs_BT, mesh), split_rows(targets_BT, mesh)))
             real = targets_BT[targets_BT >= 0]
             targets, text_bytes = targets + real.size, text_bytes + int(bytes_of_id[real].sum())
             if signals.number:

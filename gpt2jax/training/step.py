@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from gpt2jax.config import ModelConfig
@@ -17,6 +18,7 @@ from gpt2jax.model.parameters import abstract_model, named_parameters, with_para
 from gpt2jax.training.objective import mean_loss
 
 Metrics = dict[str, jax.Array]
+Batch = jax.Array | np.ndarray
 
 
 @jax.tree_util.register_dataclass
@@ -44,7 +46,7 @@ def init_parameters(config: ModelConfig, key: jax.Array) -> dict[str, jax.Array]
 
 def make_train_step(
     config: ModelConfig, optimizer: optax.GradientTransformation, schedule: Callable[[Any], Any], learning_rate: float, seed: int
-) -> Callable[[TrainState, jax.Array, jax.Array], tuple[TrainState, Metrics]]:
+) -> Callable[[TrainState, Batch, Batch], tuple[TrainState, Metrics]]:
     """step(state, inputs, targets) -> (state, metrics): jitted, the old state donated; inputs and targets int32 [B, T].
 
     Metrics: loss (nats a target), grad_norm (before clipping), lr, targets (those that count).

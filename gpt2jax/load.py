@@ -1,0 +1,112 @@
+"""`gpt2jax.load`: a model and its tokenizer from wherever they are."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gpt2jax.errors import InputError
+
+if TYPE_CHECKING:
+    from gpt2jax.model.gpt2 import GPT2
+    from gpt2jax.tokenizer import Tokenizer
+
+TOKENIZER_FILES = ("gpt2jax_tokenizer.json", "tokenizer.json", "vocab.json", "merges.txt")
+GPT2_VOCABULARY = 50257
+
+
+def load(path: str | os.PathLike[str], *, compute_dtype: str | None = None) -> tuple[GPT2, Tokenizer | None]:
+    """A model, its parameters float32, and its tokenizer.
+
+    path: a run folder, a checkpoint, a converted folder, a Hugging Face GPT-2 folder, or a hub id such as "gpt2" or "openai-community/gpt2" (extra `hub`).
+    What looks like a local path (starts with `.`, `/` or `~`, has more than one slash, or lies in a folder that exists) is never asked of the hub.
+    compute_dtype: "float32" or "bfloat16" for matmuls; None keeps what the model was saved with (float32 for Hugging Face folders).
+    The tokenizer is the folder's own, else GPT-2's if the vocabulary holds its ids, else None.
+    Raises InputError, one line that says what to do, for anything that is missing, broken or not supported.
+    """
+    from gpt2jax.config import config_from_tree
+
+    if compute_dtype is not None:
+        config_from_tree({"model": {"compute_dtype": compute_dtype}}, where="load")
+    folder = Path(path).expanduser()
+    if not folder.exists():
+        if not _is_hub_id(str(path)):
+            raise InputError(f"there is no {path}; give a run folder, a checkpoint, a Hugging Face GPT-2 folder or a hub id such as gpt2")
+        folder = _download(str(path))
+    model, tokenizer = _load_folder(folder)
+    if compute_dtype is not None and compute_dtype != model.config.compute_dtype:
+        model = _with_compute_dtype(model, compute_dtype)
+    return model, tokenizer
+
+
+def convert_folder(src: str | os.PathLike[str], out: str | os.PathLike[str]) -> None:
+    """Load `src` (anything that `load` takes) and write it as a folder of ours, model and tokenizer.
+
+    Raises InputError as `load` does, if `out` is in use, and if there is no tokenizer to go with the model.
+    """
+    from gpt2jax.training.checkpoint import require_unused, save_model
+
+    require_unused(Path(out), "give a new one")
+    model, tokenizer = load(src)
+    if tokenizer is None:
+        raise InputError(f"{src} has no tokenizer, and {model.config.vocab_size} ids are too few for GPT-2's; put its tokenizer.json beside the weights")
+    save_model(Path(out), model, tokenizer)
+
+
+def _load_folder(folder: Path) -> tuple[GPT2, Tokenizer | None]:
+    from gpt2jax.convert.huggingface import is_huggingface_folder, load_huggingface
+    from gpt2jax.training.checkpoint import is_checkpoint, load_model
+
+    if not folder.is_dir():
+        raise InputError(f"{folder} is a file; give the folder that it lies in")
+    if is_checkpoint(folder):
+        return load_model(folder)
+    if not is_huggingface_folder(folder):
+        raise InputError(f"{folder} holds no model: it is neither a run folder, a checkpoint, nor a Hugging Face folder (config.json and model.safetensors)")
+    model = load_huggingface(folder)
+    return model, _tokenizer(folder, model.config.vocab_size)
+
+
+def _tokenizer(folder: Path, vocab_size: int) -> Tokenizer | None:
+    from gpt2jax.tokenizer import load_tokenizer
+
+    if any((folder / name).is_file() for name in TOKENIZER_FILES):
+        return load_tokenizer(str(folder))
+    return load_tokenizer("gpt2") if vocab_size >= GPT2_VOCABULARY else None
+
+
+def _with_compute_dtype(model: GPT2, compute_dtype: str) -> GPT2:
+    import dataclasses
+
+    from gpt2jax.model.parameters import abstract_model, named_parameters, with_parameters
+
+    change: Any = {"compute_dtype": compute_dtype}
+    config = dataclasses.replace(model.config, **change)
+    return with_parameters(abstract_model(config), named_parameters(model))
+
+
+def _is_hub_id(text: str) -> bool:
+    """`name` or `owner/name`, unless the part before the slash is a folder here: then it is a misspelt path."""
+    return re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", text) is not None and not ("/" in text and Path(text).parent.is_dir())
+
+
+def _download(hub_id: str) -> Path:
+    try:
+        import huggingface_hub
+        from huggingface_hub.errors import RepositoryNotFoundError
+    except ImportError:
+        raise InputError(f"there is no folder {hub_id}; to fetch the model {hub_id} from the hub, install the extra: pip install 'gpt2jax[hub]'") from None
+    try:
+        # only what is read, and only the top folder: GPT-2's repository also holds other formats of the same weights
+        patterns = ["*.json", "*.txt", "*.safetensors"]
+        return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=patterns, ignore_patterns=["*/*"]))
+    except RepositoryNotFoundError:
+        raise InputError(f"there is no folder {hub_id}, and the hub has no such model, or it is private: check the name, or run `hf auth login`") from None
+    except Exception as error:  # the hub's client raises its own, the HTTP library's and the system's errors
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(
+            f"there is no folder {hub_id}, and it could not be fetched from the hub ({type(error).__name__}: {reason}); "
+            f"go online, or give the folder of a model that you have"
+        ) from None

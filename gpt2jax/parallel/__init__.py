@@ -1,0 +1,1 @@
+"""Devices: the mesh, and where arrays lie on it."""
