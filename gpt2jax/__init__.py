@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from gpt2jax.config import Config, ModelConfig, load_config
     from gpt2jax.decoding.generate import Generation, generate
     from gpt2jax.errors import InputError
-    from gpt2jax.load import load
+    from gpt2jax.loading import load
     from gpt2jax.model.gpt2 import GPT2
     from gpt2jax.tokenizer import Tokenizer, load_tokenizer
 
@@ -31,7 +31,7 @@ _HOMES = {
     "ModelConfig": "gpt2jax.config",
     "Tokenizer": "gpt2jax.tokenizer",
     "generate": "gpt2jax.decoding.generate",
-    "load": "gpt2jax.load",
+    "load": "gpt2jax.loading",
     "load_config": "gpt2jax.config",
     "load_tokenizer": "gpt2jax.tokenizer",
 }
@@ -42,7 +42,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'gpt2jax' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), name)
-    globals()[name] = value  # `load` is also a submodule: the name must mean the function, whichever was imported first
+    globals()[name] = value
     return value
 
 

@@ -112,7 +112,7 @@ def _sample(options: argparse.Namespace, _: list[str]) -> int:
 
 
 def _convert(options: argparse.Namespace, _: list[str]) -> int:
-    from gpt2jax.load import convert_folder
+    from gpt2jax.loading import convert_folder
 
     convert_folder(options.src, Path(options.out))
     print(f"wrote {options.out}; sample from it: python sample.py {options.out} --prompt TEXT")

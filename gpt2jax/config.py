@@ -198,9 +198,8 @@ def config_from_tree(tree: dict[str, Any], where: str = "config") -> Config:
         _check_key(section, _fields(Config), "", where)
         if not isinstance(values, dict):
             raise InputError(f"{where}: section {section} must hold keys and values, not {values!r}")
-        names = _fields(_section_type(section))
         for key in values:
-            _check_key(key, names + (["preset"] if section == "model" else []), f"{section}.", where)
+            _check_key(key, _keys(section), f"{section}.", where)
     model = dict(tree.get("model", {}))
     if (name := model.pop("preset", None)) is not None:
         model = {**_preset(name), **model}
@@ -285,6 +284,7 @@ def _parse_override(text: str) -> dict[str, Any]:
         raise InputError(f"cannot read option {text!r}; options are written --section.key=value, as in --train.steps=200")
     section, key, value = match.groups()
     _check_key(section, _fields(Config), "", "command line")
+    _check_key(key, _keys(section), f"{section}.", "command line")
     if key in _fields(_section_type(section)) and _is_text(section, key):
         # a text option is taken as it stands: a folder named 2024 or yes is a name, not a number
         return {section: {key: None if value in ("null", "none") else value}}
@@ -316,6 +316,10 @@ def _preset(name: Any) -> dict[str, Any]:
     if name not in PRESETS:
         raise InputError(f"model.preset={name!r} is unknown; there are {', '.join(PRESETS)}")
     return {**_RELEASED, **PRESETS[name]}
+
+
+def _keys(section: str) -> list[str]:
+    return _fields(_section_type(section)) + (["preset"] if section == "model" else [])
 
 
 def _fields(kind: Any) -> list[str]:

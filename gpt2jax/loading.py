@@ -42,26 +42,28 @@ def load(path: str | os.PathLike[str], *, compute_dtype: str | None = None) -> t
 
 
 def convert_folder(src: str | os.PathLike[str], out: str | os.PathLike[str]) -> None:
-    """Load `src` (anything that `load` takes) and write it as a folder of ours, model and tokenizer.
+    """Load `src` (anything that `load` takes) and write it as a folder of ours, model and tokenizer (if it has one).
 
-    Raises InputError as `load` does, if `out` is in use, and if there is no tokenizer to go with the model.
+    Raises InputError as `load` does, and if `out` is in use.
     """
-    from gpt2jax.training.checkpoint import require_unused, save_model
+    from gpt2jax.training.folder import require_unused
 
-    require_unused(Path(out), "give a new one")
+    require_unused(Path(out), "give a new --out")
     model, tokenizer = load(src)
-    if tokenizer is None:
-        raise InputError(f"{src} has no tokenizer, and {model.config.vocab_size} ids are too few for GPT-2's; put its tokenizer.json beside the weights")
-    save_model(Path(out), model, tokenizer)
+    from gpt2jax.training.checkpoint import save_model
+
+    save_model(out, model, tokenizer)
 
 
 def _load_folder(folder: Path) -> tuple[GPT2, Tokenizer | None]:
     from gpt2jax.convert.huggingface import is_huggingface_folder, load_huggingface
-    from gpt2jax.training.checkpoint import is_checkpoint, load_model
+    from gpt2jax.training.folder import is_checkpoint
 
     if not folder.is_dir():
         raise InputError(f"{folder} is a file; give the folder that it lies in")
     if is_checkpoint(folder):
+        from gpt2jax.training.checkpoint import load_model
+
         return load_model(folder)
     if not is_huggingface_folder(folder):
         raise InputError(f"{folder} holds no model: it is neither a run folder, a checkpoint, nor a Hugging Face folder (config.json and model.safetensors)")

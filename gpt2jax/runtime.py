@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import sys
 
@@ -11,6 +12,7 @@ def start() -> None:
     """Called once by each command before JAX runs. Environment variables that a user has set win."""
     _keep_heap()
     _cache_compiled_programs()
+    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns of its own affairs, which no user can act on
 
 
 def _keep_heap() -> None:

@@ -15,8 +15,9 @@ from gpt2jax.errors import InputError
 from gpt2jax.model.gpt2 import GPT2
 from gpt2jax.model.parameters import abstract_model, named_parameters
 from gpt2jax.tokenizer import load_tokenizer
-from gpt2jax.training import checkpoint
-from gpt2jax.training.checkpoint import Checkpoints, is_checkpoint, load_model, save_model
+from gpt2jax.training.checkpoint import Checkpoints, load_model, save_model
+from gpt2jax.training.folder import CONFIG as CONFIG_FILE
+from gpt2jax.training.folder import is_checkpoint
 from gpt2jax.training.optimizer import make_optimizer, make_schedule
 from gpt2jax.training.step import TrainState, init_state, make_train_step
 
@@ -150,7 +151,15 @@ def test_a_step_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:
 
 def test_parameters_of_another_shape_are_named(tmp_path: Path) -> None:
     save_model(tmp_path / "out", GPT2(CONFIG, jax.random.key(1)), load_tokenizer("bytes"))
-    config = tmp_path / "out" / checkpoint.CONFIG
+    config = tmp_path / "out" / CONFIG_FILE
     config.write_text(config.read_text().replace("n_positions: 9", "n_positions: 10"))
     with pytest.raises(InputError, match=r"position.table has shape \[9, 6\]"):
+        load_model(tmp_path / "out")
+
+
+def test_a_damaged_checkpoint_is_one_clear_error(tmp_path: Path) -> None:
+    save_model(tmp_path / "out", GPT2(CONFIG, jax.random.key(1)), load_tokenizer("bytes"))
+    for file in (tmp_path / "out" / "checkpoints" / "0" / "parameters").rglob("d/*"):
+        file.write_bytes(file.read_bytes()[:10])
+    with pytest.raises(InputError, match=r"cannot read the checkpoint .*damaged"):
         load_model(tmp_path / "out")

@@ -54,7 +54,11 @@ class GPT2(nnx.Module):
         embed_key, block_key = (None, None) if dropout_key is None else jax.random.split(dropout_key)
         keys_L = None if block_key is None else jax.random.split(block_key, self.config.n_layer)
         x_BTD = self._embed(tokens_BT, span, embed_key)
-        x_BTD, _ = jax.lax.scan(lambda x, layer: (layer[0](x, span, layer[1])[0], None), x_BTD, (self.blocks, keys_L))
+        if isinstance(self.blocks, tuple):
+            for i, block in enumerate(self.blocks):
+                x_BTD, _ = block(x_BTD, span, None if keys_L is None else keys_L[i])
+        else:
+            x_BTD, _ = jax.lax.scan(lambda x, layer: (layer[0](x, span, layer[1])[0], None), x_BTD, (self.blocks, keys_L))
         return self.norm(x_BTD)
 
     def padded_logits(self, x: jax.Array) -> jax.Array:

@@ -1,14 +1,7 @@
-"""Checkpoints with Orbax, and the folder around them.
-
-A run folder, and a folder written by `gpt2jax convert`, hold
-
-    config.yaml              the resolved configuration
-    tokenizer/               what `gpt2jax.tokenizer.load_tokenizer` reads back
-    checkpoints/STEP/        Orbax: `parameters` (float32 by name); in a run also `optimizer`
-    data.json, metrics.jsonl (a run only) the data's fingerprint; one JSON object a line
+"""Checkpoints with Orbax, in the folder that `gpt2jax.training.folder` describes.
 
 A checkpoint is written under a temporary name and renamed when whole, so an interrupted save leaves none. Data order and dropout follow from the step and the
-seed in config.yaml, so that these are the whole state.
+seed in config.yaml, so parameters, optimizer state and step are the whole state.
 """
 
 from __future__ import annotations
@@ -24,14 +17,13 @@ import orbax.checkpoint as ocp
 import yaml
 from orbax.checkpoint import checkpoint_managers as policies
 
-from gpt2jax.config import CheckpointConfig, Config, config_from_tree, load_config, to_yaml
+from gpt2jax.config import CheckpointConfig, Config, load_config, to_tree
 from gpt2jax.errors import InputError
 from gpt2jax.model.gpt2 import GPT2
 from gpt2jax.model.parameters import abstract_model, named_parameters, with_parameters
 from gpt2jax.tokenizer import Tokenizer, load_tokenizer
+from gpt2jax.training.folder import CHECKPOINTS, CONFIG, TOKENIZER, finished_steps, require_unused, split_step, write_text
 from gpt2jax.training.step import TrainState
-
-CHECKPOINTS, CONFIG, TOKENIZER = "checkpoints", "config.yaml", "tokenizer"
 
 
 class Checkpoints:
@@ -70,26 +62,25 @@ class Checkpoints:
         self._manager.close()
 
 
-def is_checkpoint(path: str | Path) -> bool:
-    """Whether `path` is a run folder, a converted folder, or one step's folder inside its checkpoints/."""
-    run_dir, _ = _split(Path(path))
-    return (run_dir / CONFIG).is_file() and (run_dir / CHECKPOINTS).is_dir()
-
-
 def load_model(path: str | Path) -> tuple[GPT2, Tokenizer | None]:
     """The model and tokenizer of a run or converted folder (its newest checkpoint), or of one step's folder inside checkpoints/."""
-    run_dir, step = _split(Path(path))
+    run_dir, step = split_step(Path(path))
     config = load_config(run_dir / CONFIG)
-    steps = sorted(int(entry.name) for entry in (run_dir / CHECKPOINTS).iterdir() if entry.name.isdigit())
+    steps = finished_steps(run_dir)
     if not steps:
         raise InputError(f"{run_dir} has no finished checkpoint yet; let the run reach checkpoint.every={config.checkpoint.every} steps")
     if step is not None and step not in steps:
         raise InputError(f"{run_dir} has no checkpoint of step {step}; it has {', '.join(map(str, steps))}")
     skeleton = abstract_model(config.model)
     saved_at = _folder(run_dir) / str(steps[-1] if step is None else step) / "parameters"
-    with ocp.StandardCheckpointer() as reader:
-        with_parameters(skeleton, reader.metadata(saved_at).item_metadata.tree)  # names what does not fit; Orbax itself may cut or pad
-        parameters = reader.restore(saved_at, named_parameters(skeleton))
+    try:
+        with ocp.StandardCheckpointer() as reader:
+            with_parameters(skeleton, reader.metadata(saved_at).item_metadata.tree)  # names what does not fit; Orbax itself may cut or pad
+            parameters = reader.restore(saved_at, named_parameters(skeleton))
+    except InputError:
+        raise
+    except Exception as error:  # Orbax and TensorStore raise errors of many kinds for a file that is cut, missing or of another format
+        raise InputError(f"cannot read the checkpoint {saved_at.parent}: {' '.join(str(error).split())[:200]}; it is damaged: use another step's") from error
     folder = run_dir / TOKENIZER
     return with_parameters(skeleton, parameters), load_tokenizer(str(folder)) if folder.is_dir() else None
 
@@ -102,7 +93,7 @@ def save_model(out: str | Path, model: GPT2, tokenizer: Tokenizer | None) -> Non
     draft = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
         draft.chmod(0o777 & ~_umask())
-        write_text(draft / CONFIG, yaml.safe_dump({"model": yaml.safe_load(to_yaml(Config(model=model.config)))["model"]}, sort_keys=False))
+        write_text(draft / CONFIG, yaml.safe_dump({"model": to_tree(Config(model=model.config))["model"]}, sort_keys=False))
         if tokenizer is not None:
             tokenizer.save(draft / TOKENIZER)
         with ocp.CheckpointManager(_folder(draft)) as manager:
@@ -112,32 +103,6 @@ def save_model(out: str | Path, model: GPT2, tokenizer: Tokenizer | None) -> Non
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
-
-
-def require_unused(folder: Path, way_out: str) -> None:
-    """InputError unless `folder` is absent or an empty folder."""
-    if folder.exists() and not folder.is_dir():
-        raise InputError(f"{folder} is a file, not a folder; {way_out}")
-    if folder.is_dir() and any(folder.iterdir()):
-        raise InputError(f"folder {folder} is already in use; {way_out}")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a whole file or nothing."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(text, encoding="utf-8")
-    os.replace(draft, path)
-
-
-def saved_config(run_dir: Path) -> Config | None:
-    """The configuration that a run folder was started with; None if it has none yet."""
-    path = run_dir / CONFIG
-    return config_from_tree(yaml.safe_load(path.read_text(encoding="utf-8")), str(path)) if path.is_file() else None
-
-
-def _split(path: Path) -> tuple[Path, int | None]:
-    inside = path.name.isdigit() and path.absolute().parent.name == CHECKPOINTS
-    return (path.absolute().parent.parent, int(path.name)) if inside else (path, None)
 
 
 def _folder(run_dir: Path) -> Any:

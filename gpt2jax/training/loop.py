@@ -23,7 +23,8 @@ from gpt2jax.model.gpt2 import GPT2, parameter_count
 from gpt2jax.model.parameters import abstract_model, with_parameters
 from gpt2jax.parallel.mesh import data_mesh, replicate, split_rows
 from gpt2jax.tokenizer import Tokenizer, load_tokenizer
-from gpt2jax.training.checkpoint import CONFIG, TOKENIZER, Checkpoints, require_unused, saved_config, write_text
+from gpt2jax.training.checkpoint import Checkpoints
+from gpt2jax.training.folder import CONFIG, TOKENIZER, require_unused, saved_config, write_text
 from gpt2jax.training.metrics import MetricsFile, ProgressView
 from gpt2jax.training.objective import token_losses
 from gpt2jax.training.optimizer import make_optimizer, make_schedule

@@ -38,10 +38,11 @@ def init_state(config: ModelConfig, optimizer: optax.GradientTransformation, see
     return TrainState(jnp.int32(0), parameters, jax.jit(optimizer.init)(parameters))
 
 
-@functools.partial(jax.jit, static_argnums=0)
 def init_parameters(config: ModelConfig, key: jax.Array) -> dict[str, jax.Array]:
     """The initial parameters by name, made in one compiled program."""
-    return named_parameters(GPT2(config, key))
+    # run once, so compiling it is what costs: unoptimised code takes a quarter of the time on a CPU, where the random draws are the slow part
+    options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+    return jax.jit(lambda key: named_parameters(GPT2(config, key)), compiler_options=options)(key)
 
 
 def make_train_step(

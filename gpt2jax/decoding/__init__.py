@@ -1,0 +1,1 @@
+"""From a model and prompts to text: filters on logits, the compiled loop, and what users call."""

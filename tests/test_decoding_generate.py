@@ -1,0 +1,198 @@
+"""What users call: ragged batches, seeds, ends, text, and every refusal.
+
+Batches have one row or five and models one config wherever that will do: each other shape is seconds of compiling.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from decoding_helpers import prompt, slow_greedy, tiny
+
+import gpt2jax.decoding.generate as module
+from gpt2jax.decoding.generate import Generation, generate
+from gpt2jax.errors import InputError
+from gpt2jax.tokenizer import load_tokenizer
+
+BYTES = load_tokenizer("bytes")
+EOT = 256
+RAGGED = [prompt(1), prompt(30), [EOT, *prompt(5), EOT], prompt(7), prompt(130)]
+
+
+@pytest.mark.parametrize("settings", [dict(temperature=0.0), dict(temperature=1.0, seed=11), dict(temperature=0.9, top_k=20, seed=[3, 1, 4, 1, 5])])
+def test_a_ragged_batch_equals_each_prompt_alone(settings: dict[str, Any]) -> None:
+    model, settings = tiny(), dict(settings, eos_token_id=EOT)
+    together = generate(model, RAGGED, max_new_tokens=45, **settings)
+    for i, ids in enumerate(RAGGED):
+        one = {name: value[i] if isinstance(value, list) else value for name, value in settings.items()}
+        assert generate(model, [ids], max_new_tokens=45, **one) == [together[i]]
+    order = [3, 0, 4, 2, 1]
+    moved = {name: [value[i] for i in order] if isinstance(value, list) else value for name, value in settings.items()}
+    assert generate(model, [RAGGED[i] for i in order], max_new_tokens=45, **moved) == [together[i] for i in order]
+    assert len({tuple(result.tokens) for result in together}) == len(RAGGED)
+
+
+def test_one_seed_is_used_by_every_row_and_seeds_differ() -> None:
+    model, ids = tiny(), prompt(4)
+    same = generate(model, [ids, ids, *RAGGED[2:]], max_new_tokens=20, seed=5)
+    assert same[0] == same[1] == generate(model, [ids], max_new_tokens=20, seed=[5])[0]
+    other = generate(model, [ids, ids, *RAGGED[2:]], max_new_tokens=20, seed=[5, 6, 5, 5, 7])
+    assert other[0] == same[0] and other[1] != same[0]
+    assert other[2:4] == same[2:4] and other[4] != same[4]
+
+
+def test_more_new_tokens_go_on_from_the_same_text() -> None:
+    model = tiny()
+    short, long = (generate(model, [prompt(7)], max_new_tokens=n, seed=3)[0].tokens for n in (21, 60))
+    assert long[:21] == short
+
+
+def test_the_padding_of_the_vocabulary_changes_nothing() -> None:
+    """Padded rows are zero, and would win everywhere that all real logits are negative."""
+    plain, padded = tiny(), tiny(vocab_multiple=1024)
+    assert plain.token_table.shape[0] == 320
+    padded.token_table[...] = jnp.pad(plain.token_table[...], ((0, 1024 - 320), (0, 0)))
+    for settings in (dict(temperature=0.0), dict(temperature=3.0, seed=2)):
+        plain_rows, padded_rows = (generate(m, RAGGED, max_new_tokens=40, **settings) for m in (plain, padded))
+        assert plain_rows == padded_rows
+        assert all(token < 257 for row in padded_rows for token in row.tokens)
+
+
+def test_ids_without_text_in_the_tokenizer_are_never_drawn() -> None:
+    model = tiny(vocab_size=300)
+    rows = dict(max_new_tokens=1, temperature=9.0, seed=list(range(150)))
+    assert max(row.tokens[0] for row in generate(model, ["abc"] * 150, tokenizer=BYTES, **rows)) < BYTES.n_vocab
+    assert max(row.tokens[0] for row in generate(model, [[1, 2]] * 150, **rows)) >= BYTES.n_vocab
+
+
+def test_end_of_text_counts_only_when_drawn() -> None:
+    """The end-of-text id stands in every prompt: first, last, in the middle and alone; only the row that draws it ends."""
+    model = tiny()
+    for eos in range(257):
+        prompts = [[eos, 5, 9], [7, eos], [3, eos, eos, 4], [eos], [eos, 8]]
+        free = [slow_greedy(model, ids, 40) for ids in prompts[:1]]
+        if eos in free[0][2:] and eos not in free[0][:2]:
+            free += [slow_greedy(model, ids, 40) for ids in prompts[1:]]
+            break
+    expected = [Generation(row[: row.index(eos) + 1], None, "stop") if eos in row else Generation(row, None, "length") for row in free]
+    assert generate(model, prompts, max_new_tokens=40, temperature=0, eos_token_id=eos) == expected
+    end = free[0].index(eos)
+    last = generate(model, prompts[:1], max_new_tokens=end + 1, temperature=0, eos_token_id=eos)[0]
+    assert last == expected[0], "the end of text as the last token allowed is a stop"
+    assert {row.finish_reason for row in expected} == {"stop", "length"}
+
+
+def test_where_the_end_of_text_comes_from() -> None:
+    first = slow_greedy(tiny(), [4, 5], 1)[0]
+    stop = lambda model, **options: generate(model, [[4, 5]], max_new_tokens=1, temperature=0, **options)[0].finish_reason  # noqa: E731
+    assert stop(tiny(eos_token_id=first)) == "stop"
+    assert stop(tiny(eos_token_id=first), eos_token_id=None) == "length"
+    assert stop(tiny()) == "length"
+    assert stop(tiny(), eos_token_id=first) == "stop"
+    tokenizer = load_tokenizer("bytes").__class__("x", {bytes([b]): b for b in range(256)}, {"<|end|>": 256}, eot=256)
+    tokenizer.eot = first
+    assert stop(tiny(), tokenizer=tokenizer) == "stop"
+    assert stop(tiny(eos_token_id=(first + 1) % 257), tokenizer=tokenizer) == "length", "the model's own comes first"
+
+
+def test_strings_and_text() -> None:
+    model = tiny()
+    from_text = generate(model, ["héllo", "<|endoftext|>"], max_new_tokens=30, seed=4, tokenizer=BYTES)
+    from_ids = generate(model, [list("héllo".encode()), list(b"<|endoftext|>")], max_new_tokens=30, seed=4, eos_token_id=EOT)
+    assert [row.tokens for row in from_text] == [row.tokens for row in from_ids]
+    assert [row.text for row in from_ids] == [None, None]
+    for row in from_text:
+        assert row.text == bytes(token for token in row.tokens if token < 256).decode(errors="replace")
+    eos = from_text[0].tokens[3]
+    cut = generate(model, ["héllo"], max_new_tokens=30, seed=4, tokenizer=BYTES, eos_token_id=eos)[0]
+    assert cut.finish_reason == "stop" and cut.tokens[-1] == eos
+    assert cut.text == BYTES.decode(cut.tokens[:-1])
+
+
+def test_an_empty_prompt_means_the_end_of_text() -> None:
+    drawn = dict(max_new_tokens=1, seed=1, tokenizer=BYTES, temperature=0.01)
+    empty = generate(tiny(eos_token_id=9), [[], [9], "", [EOT]], **drawn)
+    assert empty[0] == empty[1] == empty[2] != empty[3], "the model's own end of text"
+    by_tokenizer = generate(tiny(), ["", [EOT], [9], [8]], **drawn)
+    assert by_tokenizer[0] == by_tokenizer[1] != by_tokenizer[2]
+    with pytest.raises(InputError, match="prompt 1 is empty"):
+        generate(tiny(), [[1], []], max_new_tokens=2)
+
+
+def test_arrays_of_ids_are_taken() -> None:
+    model, rows = tiny(), np.array([prompt(6), prompt(6, seed=1)])
+    expected = generate(model, rows.tolist(), max_new_tokens=9)
+    assert generate(model, rows, max_new_tokens=9) == expected
+    assert generate(model, [jnp.asarray(rows[0]), rows[1].astype(np.uint16)], max_new_tokens=9) == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(prompts="abc"), "must be a list"),
+        (dict(prompts=b"abc"), "must be a list"),
+        (dict(prompts=5), "must be a list"),
+        (dict(prompts=[]), "empty list"),
+        (dict(prompts=[1, 2, 3]), r"prompt 0 must be .* \[\[1, 2, 3\]\]"),
+        (dict(prompts=["abc"]), "needs a tokenizer"),
+        (dict(prompts=[[1, 257]]), "token id 257 .* 0 to 256"),
+        (dict(prompts=[[1], [3, -1]]), "prompt 1: token id -1"),
+        (dict(prompts=[[True, 2]]), "whole number, not True"),
+        (dict(prompts=[[2.0]]), "whole number, not 2.0"),
+        (dict(prompts=np.ones((2, 3))), "whole number, not 1.0"),
+        (dict(prompts=["a\udcff"], tokenizer=BYTES), "prompt 0 is not valid UTF-8"),
+        (dict(prompts=[[7] * 209]), "209 tokens, more than the model's context of 208"),
+        (dict(prompts=[[7], [7] * 204], max_new_tokens=6), "prompt 1 has 204 tokens, which leaves room for 5 .* of 208, not 6; .* to 5"),
+        (dict(max_new_tokens=0), "max_new_tokens=0"),
+        (dict(max_new_tokens=2.0), "max_new_tokens=2.0"),
+        (dict(max_new_tokens=True), "max_new_tokens=True"),
+        (dict(temperature=-0.1), "temperature=-0.1"),
+        (dict(temperature=float("nan")), "temperature=nan"),
+        (dict(temperature=float("inf")), "temperature=inf"),
+        (dict(temperature=1e39), r"temperature=1e\+39"),
+        (dict(temperature="1"), "temperature='1'"),
+        (dict(temperature=[1.0, 2.0]), "2 values for 1 prompts"),
+        (dict(top_k=-1), "top_k=-1"),
+        (dict(top_k=1.5), "top_k=1.5"),
+        (dict(seed=[1, 2]), "seed has 2 values for 1 prompts"),
+        (dict(seed=-1), "seed=-1"),
+        (dict(seed=2**32), "seed=4294967296"),
+        (dict(eos_token_id=257), "eos_token_id=257: token id 257"),
+        (dict(eos_token_id="256"), "eos_token_id='256'"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line_before_any_compute(change: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "decode", lambda *_, **__: pytest.fail("computed"))
+    monkeypatch.setattr(module, "_prepared", lambda *_: pytest.fail("computed"))
+    with pytest.raises(InputError, match=message) as caught:
+        generate(tiny(), **{"prompts": [[1, 2]], "max_new_tokens": 4, **change})
+    assert "\n" not in str(caught.value)
+
+
+def test_the_largest_legal_values() -> None:
+    model = tiny()
+    assert len(generate(model, [[7] * 204], max_new_tokens=5, seed=2**32 - 1, top_k=10**20, eos_token_id=None)[0].tokens) == 5
+    plain = generate(model, [[7]], max_new_tokens=15)
+    assert generate(model, [[7]], max_new_tokens=15, top_k=257) == plain == generate(model, [[7]], max_new_tokens=15, top_k=10**20)
+
+
+def test_broken_weights_are_reported() -> None:
+    model = tiny()
+    broken = jax.tree.map(lambda leaf: leaf.at[(0,) * leaf.ndim].set(jnp.nan), model)
+    with pytest.raises(InputError, match="not finite"):
+        generate(broken, [[1, 2, 3]], max_new_tokens=5)
+
+
+def test_weights_are_prepared_once_and_again_when_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = jax.tree.map(lambda leaf: leaf + 0, tiny())
+    calls = []
+    monkeypatch.setattr(module, "prepare", lambda model, real=module.prepare: calls.append(1) or real(model))
+    before = [generate(model, [[1, 2]], max_new_tokens=20, temperature=0)[0].tokens for _ in range(2)]
+    assert len(calls) == 1 and before[0] == before[1]
+    model.norm.scale[...] = -model.norm.scale[...]  # as a training step that writes into the module does
+    assert generate(model, [[1, 2]], max_new_tokens=20, temperature=0)[0].tokens == slow_greedy(model, [1, 2], 20) != before[0]
+    assert len(calls) == 2

@@ -1,0 +1,135 @@
+"""The compiled loop against the uncached forward, its ends, and how often it compiles. Letters: B rows, T tokens, K steps."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from decoding_helpers import prompt, slow_greedy, tiny
+
+from gpt2jax.decoding import loop
+from gpt2jax.decoding.filters import Sampling
+from gpt2jax.decoding.generate import generate
+from gpt2jax.model.gpt2 import GPT2
+
+GREEDY = dict(temperature=0.0, eos_token_id=None)
+
+
+def greedy_blocks(model: GPT2, prompts: list[list[int]], *, eos: int, new_tokens: int) -> list[np.ndarray]:
+    B = len(prompts)
+    T = loop.prompt_bucket(max(map(len, prompts)), model.config.n_positions)
+    tokens_BT = np.array([p + [0] * (T - len(p)) for p in prompts])
+    sampling = Sampling(jnp.zeros(B), jnp.zeros(B, jnp.int32), jnp.zeros(B, jnp.uint32), jnp.int32(model.config.vocab_size))
+    return list(loop.decode(loop.prepare(model), tokens_BT, np.array(list(map(len, prompts))), sampling, eos=eos, new_tokens=new_tokens))
+
+
+def test_cached_logits_equal_uncached_ones_at_each_step() -> None:
+    """Prompts of 1, 7 and 30 together, through commits and a growing cache: 5 chunks of 32."""
+    model, lengths, new = tiny(), np.array([1, 7, 30]), 159
+    rows = [prompt(int(n) + new) for n in lengths]
+    T, slots = 32, 128
+    start_BT = jnp.asarray([row[:n] + [0] * (T - n) for row, n in zip(rows, lengths, strict=True)])
+    flat = loop.prepare(model)
+    full = [np.asarray(model(jnp.asarray([row]))[0]) for row in rows]
+    step = jax.jit(lambda model, tokens_B, state: model.step(tokens_B[:, None], state))
+    logits = jax.jit(lambda model, x: model.padded_logits(x)[..., : model.config.vocab_size])
+    hidden_BD, state = jax.jit(GPT2.prefill, static_argnames=("slots", "recent"))(flat, start_BT, jnp.asarray(lengths), slots=slots, recent=loop.CHUNK)
+    for t in range(new + 1):
+        for got, row, n in zip(np.asarray(logits(flat, hidden_BD)), full, lengths, strict=True):
+            if n + t <= len(row):
+                np.testing.assert_allclose(got, row[n + t - 1], atol=1e-4, rtol=1e-5, err_msg=f"prompt of {n}, step {t}")
+        if t == new:
+            break
+        if t and t % loop.CHUNK == 0:
+            if T + t > slots:
+                slots = loop.cache_bucket(T + t)
+                state = flat.grow(state, slots)
+            state = flat.commit(state)
+        hidden_BTD, state = step(flat, jnp.asarray([row[n + t] for row, n in zip(rows, lengths, strict=True)]), state)
+        hidden_BD = hidden_BTD[:, 0]
+    assert slots == 256, "the cache must have grown"
+
+
+@pytest.mark.parametrize(("length", "new_tokens"), [(1, 1), (7, 2), (16, 33), (17, 34), (100, 100), (3, 150)])
+def test_greedy_equals_the_uncached_loop(length: int, new_tokens: int) -> None:
+    model, ids = tiny(), prompt(length, seed=1)
+    expected = slow_greedy(model, ids, new_tokens)
+    assert generate(model, [ids], max_new_tokens=new_tokens, **GREEDY)[0].tokens == expected
+    assert new_tokens < 33 or len(set(expected)) > 5, "a constant text would prove little"
+
+
+def test_the_whole_context_is_usable() -> None:
+    """A prompt of 1020 in a context of 1024 has room for 5: the last is never fed back."""
+    model, ids = tiny(n_positions=1024), prompt(1020)
+    assert generate(model, [ids], max_new_tokens=5, **GREEDY)[0].tokens == slow_greedy(model, ids, 5)
+    assert generate(model, [prompt(1024)], max_new_tokens=1, **GREEDY)[0].tokens == slow_greedy(model, prompt(1024), 1)
+
+
+def test_a_context_that_is_no_power_of_two() -> None:
+    model, ids = tiny(n_positions=75), prompt(70)
+    assert generate(model, [ids, ids[:3]], max_new_tokens=6, **GREEDY)[0].tokens == slow_greedy(model, ids, 6)
+
+
+def test_a_row_ends_alone_and_the_loop_ends_with_the_last_row() -> None:
+    model, prompts = tiny(), [prompt(n) for n in (5, 9, 2, 3, 14)]
+    free = [slow_greedy(model, ids, 70) for ids in prompts]
+    eos = next(token for token in free[0][3:30] if all(token not in row for row in free[1:]))
+    end = free[0].index(eos)
+    blocks = greedy_blocks(model, prompts, eos=eos, new_tokens=70)
+    assert [block.shape[1] for block in blocks] == [1, 32, 32, 5]
+    rows = np.concatenate(blocks, 1)
+    assert rows[0].tolist() == free[0][: end + 1] + [loop.ENDED] * (69 - end)
+    assert rows[1:].tolist() == free[1:]
+    assert len(greedy_blocks(model, prompts[:1], eos=eos, new_tokens=70)) == 2, "no further chunk once all rows have ended"
+
+
+def test_steps_stop_inside_a_chunk_once_all_rows_have_ended() -> None:
+    model, ids = tiny(), prompt(5)
+    free = slow_greedy(model, ids, 30)
+    end = next(i for i in range(3, 30) if free[i] not in free[:i])
+    frozen, carry = final_state(model, ids, eos=free[end], steps=31)
+    assert int(carry.drawn) == end + 1 and int(carry.state.slots.recent) == end
+    assert int(final_state(model, ids, eos=-1, steps=6)[1].drawn) == 7
+
+
+def final_state(model: GPT2, ids: list[int], *, eos: int, steps: int) -> tuple[Any, loop.Carry]:
+    flat = loop.prepare(model)
+    sampling = Sampling(jnp.zeros(1), jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.uint32), jnp.int32(model.config.vocab_size))
+    tokens_BT = jnp.asarray([ids + [0] * (16 - len(ids))])
+    frozen, carry, _ = loop._prefill(flat, tokens_BT, jnp.array([len(ids)]), sampling, jnp.int32(eos), slots=128)
+    return frozen, loop._chunk(flat, frozen, carry, sampling, jnp.int32(eos), jnp.int32(steps))[0]
+
+
+def test_programs_are_compiled_once_a_bucket() -> None:
+    """20 lengths and 20 settings: one prefill a prompt bucket, one chunk and one commit a cache bucket, one growth."""
+    model = tiny(n_embd=15, n_inner=21)  # a shape that no other test compiles for
+    programs = dict(prefill=loop._prefill, chunk=loop._chunk, commit=loop._commit, grow=loop._grow)
+    before = {name: program._cache_size() for name, program in programs.items()}
+    for i in range(20):
+        generate(model, [prompt(1 + 5 * i)], max_new_tokens=40 + i, temperature=i / 10, top_k=17 * i, seed=i, eos_token_id=i)
+    added = {name: program._cache_size() - before[name] for name, program in programs.items()}
+    assert added["prefill"] == 4  # 16, 32, 64, 128
+    assert added["chunk"] == 2 and added["commit"] == 2 and added["grow"] == 1  # caches of 128 and 256
+
+
+def test_buckets() -> None:
+    assert [loop.prompt_bucket(n, 1000) for n in (1, 16, 17, 512, 513, 1000)] == [16, 16, 32, 512, 1000, 1000]
+    assert loop.prompt_bucket(3, 7) == 7
+    assert [loop.cache_bucket(n) for n in (1, 128, 129, 1024)] == [128, 128, 256, 1024]
+
+
+def test_only_the_live_part_is_carried_by_the_scan() -> None:
+    """A carry that held the large cache would be copied at each step."""
+    model = tiny()
+    flat = loop.prepare(model)
+    sampling = Sampling(jnp.zeros(1), jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.uint32), jnp.int32(257))
+    frozen, carry, _ = loop._prefill(flat, jnp.zeros((1, 16), jnp.int32), jnp.array([3]), sampling, jnp.int32(-1), slots=128)
+    jaxpr = jax.make_jaxpr(functools.partial(loop._chunk.__wrapped__))(flat, frozen, carry, sampling, jnp.int32(-1), jnp.int32(9))
+    scan = next(equation for equation in jaxpr.eqns if equation.primitive.name == "scan")
+    carried = scan.invars[scan.params["num_consts"] : scan.params["num_consts"] + scan.params["num_carry"]]
+    assert max(var.aval.size for var in carried) <= max(128, loop.CHUNK * 12)
+    assert scan.params["length"] == loop.CHUNK
