@@ -55,7 +55,9 @@ def _dispatch(arguments: list[str]) -> int:
     run["convert"] = _convert
 
     prepare = commands.add_parser("prepare", help="turn text into token shards", description="Turn text into token shards that training reads.")
-    prepare.add_argument("sources", nargs="+", metavar="SOURCE", help="python-stdlib, - for standard input, or files, folders and globs (.txt .md .py .jsonl, .gz, .zst)")
+    prepare.add_argument(
+        "sources", nargs="+", metavar="SOURCE", help="python-stdlib, - for standard input, or files, folders and globs (.txt .md .py .jsonl, .gz, .zst)"
+    )
     prepare.add_argument("--out", required=True, metavar="DIR", help="a new folder")
     prepare.add_argument("--tokenizer", default="gpt2", help="gpt2, bytes, or a Hugging Face folder (default: gpt2)")
     prepare.add_argument("--val-fraction", type=float, default=0.02, metavar="F", help="share of documents for validation (default: 0.02)")

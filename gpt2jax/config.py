@@ -264,8 +264,6 @@ class _Loader(yaml.SafeLoader):
     """YAML whose floats are those of YAML 1.2: PyYAML follows 1.1, which reads 6e-4 as a string."""
 
 
-
-
 def _construct_mapping(loader: Any, node: Any) -> dict[Any, Any]:
     keys = [loader.construct_object(key, deep=True) for key, _ in node.value]
     for key in keys:

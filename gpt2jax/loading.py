@@ -52,7 +52,7 @@ def convert_folder(src: str | os.PathLike[str], out: str | os.PathLike[str]) -> 
     model, tokenizer = load(src)
     from gpt2jax.training.checkpoint import save_model
 
-    save_model(out, model, tokenizer)
+    save_model(Path(out), model, tokenizer)
 
 
 def _load_folder(folder: Path) -> tuple[GPT2, Tokenizer | None]:

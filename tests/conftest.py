@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,17 @@ os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["GPT2JAX_CACHE"] + "/compil
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 os.environ["JAX_DEFAULT_MATMUL_PRECISION"] = "float32"
 os.environ["JAX_PLATFORMS"] = "cpu"
+# compiling is most of the suite's time, and XLA's optimiser most of the compiling; `optimised` turns it on where users' own programs are compared
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+
+
+@pytest.fixture
+def optimised() -> Iterator[None]:
+    import jax
+
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
 
 
 @pytest.fixture(scope="session")

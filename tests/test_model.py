@@ -31,12 +31,9 @@ def hidden(model: GPT2, tokens_BT: jax.Array, mask_BT: jax.Array | None = None, 
 
 
 @pytest.fixture(autouse=True)
-def _float32_matmuls_and_quick_compilation() -> Any:
-    # nothing here is about speed, and XLA's optimiser takes most of the time; test_model_parity.py runs the optimised program
-    jax.config.update("jax_disable_most_optimizations", True)
+def _float32_matmuls() -> Any:
     with jax.default_matmul_precision("float32"):
         yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @functools.partial(jax.jit, static_argnums=0)

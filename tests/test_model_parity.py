@@ -20,7 +20,7 @@ TOLERANCE = 1e-5
 
 
 @pytest.fixture(autouse=True)
-def _float32_matmuls() -> Any:
+def _float32_matmuls(optimised: None) -> Any:
     with jax.default_matmul_precision("float32"):
         yield
 

@@ -208,9 +208,7 @@ def read_manifest(folder: str | Path) -> Manifest:
         tree = json.loads(path.read_bytes())
         if tree.pop("format") != "gpt2jax tokens" or tree.pop("version") != VERSION:
             raise InputError(f"{path}: not a manifest of version {VERSION}, which this gpt2jax reads; prepare the data again")
-        splits = {
-            name: SplitInfo(**{**split, "shards": tuple(ShardInfo(**shard) for shard in split["shards"])}) for name, split in tree.pop("splits").items()
-        }
+        splits = {name: SplitInfo(**{**split, "shards": tuple(ShardInfo(**shard) for shard in split["shards"])}) for name, split in tree.pop("splits").items()}
         rest: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in tree.items()}
         manifest = Manifest(splits=splits, **rest)
         for name, split in splits.items():

@@ -93,9 +93,7 @@ def _prefill(
 
 
 @functools.partial(jax.jit, donate_argnames="carry")
-def _chunk(
-    model: GPT2, frozen: tuple[Any, ...], carry: Carry, sampling: Sampling, eos: jax.Array, steps: jax.Array
-) -> tuple[Carry, jax.Array]:
+def _chunk(model: GPT2, frozen: tuple[Any, ...], carry: Carry, sampling: Sampling, eos: jax.Array, steps: jax.Array) -> tuple[Carry, jax.Array]:
     def advance(carry: Carry) -> tuple[Carry, jax.Array]:
         hidden_B1D, state = model.step(carry.token_B[:, None], dataclasses.replace(carry.state, frozen=frozen))
         carry = dataclasses.replace(carry, state=dataclasses.replace(state, frozen=()))

@@ -1,9 +1,9 @@
 """The folder of a run, and of a converted model: its names, and how files in it are written. Imports nothing heavy.
 
-    config.yaml              the resolved configuration
-    tokenizer/               what `gpt2jax.tokenizer.load_tokenizer` reads back
-    checkpoints/STEP/        Orbax: `parameters` (float32 by name); in a run also `optimizer`
-    data.json, metrics.jsonl (a run only) the data's fingerprint; one JSON object a line
+config.yaml              the resolved configuration
+tokenizer/               what `gpt2jax.tokenizer.load_tokenizer` reads back
+checkpoints/STEP/        Orbax: `parameters` (float32 by name); in a run also `optimizer`
+data.json, metrics.jsonl (a run only) the data's fingerprint; one JSON object a line
 """
 
 from __future__ import annotations

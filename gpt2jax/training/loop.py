@@ -51,7 +51,8 @@ def train(config: Config) -> int:
     if earlier is not None:
         _check_same(earlier, config, run_dir)
         if earlier.train.steps != config.train.steps and config.optimizer.decay_steps is None:
-            print(f"note: train.steps was {earlier.train.steps}, is {config.train.steps}: the learning rate's decay is stretched with it (see optimizer.decay_steps)")
+            steps = f"{earlier.train.steps}, is {config.train.steps}"
+            print(f"note: train.steps was {steps}: the learning rate's decay is stretched with it (see optimizer.decay_steps)")
     splits = _open_splits(config, tokenizer)
     _check_data(run_dir / "data.json", splits["train"], resume=earlier is not None)
     with _Signals() as signals:
@@ -155,9 +156,7 @@ def _fit_tokenizer(config: Config, tokenizer: Tokenizer) -> Config:
 
 
 def _open_splits(config: Config, tokenizer: Tokenizer) -> dict[str, TokenData]:
-    folder = resolve_source(
-        config.data.source, tokenizer, val_fraction=config.data.val_fraction, seed=config.data.split_seed, cache_dir=default_cache_dir()
-    )
+    folder = resolve_source(config.data.source, tokenizer, val_fraction=config.data.val_fraction, seed=config.data.split_seed, cache_dir=default_cache_dir())
     return {
         split: open_data(
             folder, split=split, sequence_length=config.sequence_length, batch_size=config.train.batch_size, seed=config.train.seed, verify=config.data.verify
@@ -170,7 +169,8 @@ def _check_data(path: Path, data: TokenData, *, resume: bool) -> None:
     if resume and path.is_file():
         before = json.loads(path.read_text(encoding="utf-8"))["fingerprint"]
         if before != data.fingerprint:
-            raise InputError(f"the data has changed since this run began (fingerprint {before[:12]} in {path}, now {data.fingerprint[:12]}); give the old data back")
+            prints = f"fingerprint {before[:12]} in {path}, now {data.fingerprint[:12]}"
+            raise InputError(f"the data has changed since this run began ({prints}); give the old data back, or start in another --run.dir")
 
 
 def _lay_out(run_dir: Path, config: Config, tokenizer: Tokenizer, data: TokenData) -> None:
