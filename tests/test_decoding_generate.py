@@ -190,9 +190,11 @@ def test_broken_weights_are_reported() -> None:
 def test_weights_are_prepared_once_and_again_when_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
     model = jax.tree.map(lambda leaf: leaf + 0, tiny())
     calls = []
-    monkeypatch.setattr(module, "prepare", lambda model, real=module.prepare: calls.append(1) or real(model))
+    monkeypatch.setattr(module, "prepare", lambda model, *, turned, real=module.prepare: calls.append(1) or real(model, turned=turned))
     before = [generate(model, [[1, 2]], max_new_tokens=20, temperature=0)[0].tokens for _ in range(2)]
     assert len(calls) == 1 and before[0] == before[1]
     model.norm.scale[...] = -model.norm.scale[...]  # as a training step that writes into the module does
     assert generate(model, [[1, 2]], max_new_tokens=20, temperature=0)[0].tokens == slow_greedy(model, [1, 2], 20) != before[0]
     assert len(calls) == 2
+    expected = [slow_greedy(model, [1 + i, 2], 20) for i in range(5)]
+    assert [row.tokens for row in generate(model, [[1 + i, 2] for i in range(5)], max_new_tokens=20, temperature=0)] == expected, "a batch takes its own form"

@@ -14,6 +14,7 @@ from decoding_helpers import prompt, slow_greedy, tiny
 from gpt2jax.decoding import loop
 from gpt2jax.decoding.filters import Sampling
 from gpt2jax.decoding.generate import generate
+from gpt2jax.decoding.weights import prepare, turns_weights
 from gpt2jax.model.gpt2 import GPT2
 
 GREEDY = dict(temperature=0.0, eos_token_id=None)
@@ -24,16 +25,17 @@ def greedy_blocks(model: GPT2, prompts: list[list[int]], *, eos: int, new_tokens
     T = loop.prompt_bucket(max(map(len, prompts)), model.config.n_positions)
     tokens_BT = np.array([p + [0] * (T - len(p)) for p in prompts])
     sampling = Sampling(jnp.zeros(B), jnp.zeros(B, jnp.int32), jnp.zeros(B, jnp.uint32), jnp.int32(model.config.vocab_size))
-    return list(loop.decode(loop.prepare(model), tokens_BT, np.array(list(map(len, prompts))), sampling, eos=eos, new_tokens=new_tokens))
+    return list(loop.decode(prepare(model, turned=turns_weights(B)), tokens_BT, np.array(list(map(len, prompts))), sampling, eos=eos, new_tokens=new_tokens))
 
 
-def test_cached_logits_equal_uncached_ones_at_each_step() -> None:
+@pytest.mark.parametrize("turned", [False, True])
+def test_cached_logits_equal_uncached_ones_at_each_step(turned: bool) -> None:
     """Prompts of 1, 7 and 30 together, through commits and a growing cache: 5 chunks of 32."""
     model, lengths, new = tiny(), np.array([1, 7, 30]), 159
     rows = [prompt(int(n) + new) for n in lengths]
     T, slots = 32, 128
     start_BT = jnp.asarray([row[:n] + [0] * (T - n) for row, n in zip(rows, lengths, strict=True)])
-    flat = loop.prepare(model)
+    flat = prepare(model, turned=turned)
     full = [np.asarray(model(jnp.asarray([row]))[0]) for row in rows]
     step = jax.jit(lambda model, tokens_B, state: model.step(tokens_B[:, None], state))
     logits = jax.jit(lambda model, x: model.padded_logits(x)[..., : model.config.vocab_size])
@@ -97,7 +99,7 @@ def test_steps_stop_inside_a_chunk_once_all_rows_have_ended() -> None:
 
 
 def final_state(model: GPT2, ids: list[int], *, eos: int, steps: int) -> tuple[Any, loop.Carry]:
-    flat = loop.prepare(model)
+    flat = prepare(model, turned=False)
     sampling = Sampling(jnp.zeros(1), jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.uint32), jnp.int32(model.config.vocab_size))
     tokens_BT = jnp.asarray([ids + [0] * (16 - len(ids))])
     frozen, carry, _ = loop._prefill(flat, tokens_BT, jnp.array([len(ids)]), sampling, jnp.int32(eos), slots=128)
@@ -125,7 +127,7 @@ def test_buckets() -> None:
 def test_only_the_live_part_is_carried_by_the_scan() -> None:
     """A carry that held the large cache would be copied at each step."""
     model = tiny()
-    flat = loop.prepare(model)
+    flat = prepare(model, turned=False)
     sampling = Sampling(jnp.zeros(1), jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.uint32), jnp.int32(257))
     frozen, carry, _ = loop._prefill(flat, jnp.zeros((1, 16), jnp.int32), jnp.array([3]), sampling, jnp.int32(-1), slots=128)
     jaxpr = jax.make_jaxpr(functools.partial(loop._chunk.__wrapped__))(flat, frozen, carry, sampling, jnp.int32(-1), jnp.int32(9))

@@ -13,8 +13,9 @@ import numpy as np
 
 from gpt2jax.config import ModelConfig
 from gpt2jax.decoding.filters import Sampling
-from gpt2jax.decoding.loop import BROKEN, ENDED, decode, prepare, prompt_bucket
+from gpt2jax.decoding.loop import BROKEN, ENDED, decode, prompt_bucket
 from gpt2jax.decoding.settings import check_new_tokens, check_seed, check_temperature, check_text, check_top_k
+from gpt2jax.decoding.weights import prepare, turns_weights
 from gpt2jax.errors import InputError
 from gpt2jax.model.gpt2 import GPT2
 
@@ -125,23 +126,24 @@ def _run(model: GPT2, request: _Request) -> Iterator[np.ndarray]:
     for row, prompt in zip(tokens_BT, request.prompts, strict=True):
         row[: len(prompt)] = prompt
     eos = -1 if request.eos is None else request.eos
-    for new_BK in decode(_prepared(model), tokens_BT, lengths, request.sampling, eos=eos, new_tokens=request.new_tokens):
+    for new_BK in decode(_prepared(model, len(lengths)), tokens_BT, lengths, request.sampling, eos=eos, new_tokens=request.new_tokens):
         if (new_BK == BROKEN).any():
             place = int(np.argwhere(new_BK == BROKEN)[0, 0])
             raise InputError(f"the model's logits after prompt {place} are not finite (NaN or infinity): its weights are damaged; try another checkpoint")
         yield new_BK
 
 
-_PREPARED: weakref.WeakKeyDictionary[GPT2, tuple[list[Any], GPT2]] = weakref.WeakKeyDictionary()
+_PREPARED: weakref.WeakKeyDictionary[GPT2, tuple[list[Any], bool, GPT2]] = weakref.WeakKeyDictionary()
 
 
-def _prepared(model: GPT2) -> GPT2:
+def _prepared(model: GPT2, batch: int) -> GPT2:
     """`prepare(model)`, kept as long as the model lives and its arrays are the same ones: a second call need not copy the weights again."""
-    leaves = jax.tree.leaves(model)
-    known, ready = _PREPARED.get(model, ([], model))
-    if len(known) != len(leaves) or any(old is not new for old, new in zip(known, leaves, strict=True)):
-        ready = prepare(model)
-        _PREPARED[model] = leaves, ready
+    leaves, turned = jax.tree.leaves(model), turns_weights(batch)
+    known, known_turned, ready = _PREPARED.get(model, ([], turned, model))
+    if known_turned != turned or len(known) != len(leaves) or any(old is not new for old, new in zip(known, leaves, strict=True)):
+        _PREPARED.pop(model, None)  # first, so that memory holds the weights twice and not three times
+        ready = prepare(model, turned=turned)
+        _PREPARED[model] = leaves, turned, ready
     return ready
 
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gpt2jax.decoding.filters import Sampling, draw
+from gpt2jax.decoding.weights import logits
 from gpt2jax.model.cache import DecodeState
 from gpt2jax.model.gpt2 import GPT2
 
@@ -54,9 +55,9 @@ def cache_bucket(slots: int) -> int:
 def decode(model: GPT2, tokens_BT: np.ndarray, length_B: np.ndarray, sampling: Sampling, *, eos: int, new_tokens: int) -> Iterator[np.ndarray]:
     """New tokens of all rows as they come: int32 [B, 1] after the prefill, then [B, up to CHUNK] a chunk; ENDED where a row has already ended.
 
-    model: `prepare`d. tokens_BT int32: prompts padded on the right to a `prompt_bucket`; length_B: their real lengths. The caller has checked that ids are in
-    the vocabulary and that each length + new_tokens <= n_positions + 1. A row ends with its first drawn `eos` (negative: never), which it emits; the loop ends
-    after `new_tokens` tokens or when all rows have ended.
+    model: as `weights.prepare` makes it. tokens_BT int32: prompts padded on the right to a `prompt_bucket`; length_B: their real lengths. The caller has
+    checked that ids are in the vocabulary and that each length + new_tokens <= n_positions + 1. A row ends with its first drawn `eos` (negative: never), which
+    it emits; the loop ends after `new_tokens` tokens or when all rows have ended.
     """
     T = tokens_BT.shape[1]
     end, slots = jnp.int32(eos), cache_bucket(T)
@@ -74,12 +75,6 @@ def decode(model: GPT2, tokens_BT: np.ndarray, length_B: np.ndarray, sampling: S
         steps = min(CHUNK, new_tokens - first)
         carry, new_BK = _chunk(model, frozen, carry, sampling, end, jnp.int32(steps))
         yield np.asarray(new_BK)[:, :steps]
-
-
-@jax.jit
-def prepare(model: GPT2) -> GPT2:
-    """The model in the form that decodes fastest: a list of blocks, the linear maps' weights in the compute dtype. For `decode` only, not for training."""
-    return model.unstack()
 
 
 @functools.partial(jax.jit, static_argnames="slots")
@@ -125,7 +120,7 @@ def _split(state: DecodeState, carry: Carry) -> tuple[tuple[Any, ...], Carry]:
 
 def _take(model: GPT2, hidden_BD: jax.Array, carry: Carry, sampling: Sampling, eos: jax.Array) -> tuple[Carry, jax.Array]:
     """Draw each row's next token behind `hidden`, and note which rows it ends."""
-    logits_BV = model.padded_logits(hidden_BD)[:, : model.config.vocab_size]
+    logits_BV = logits(model, hidden_BD)[:, : model.config.vocab_size]
     token_B = draw(logits_BV, sampling, carry.drawn)
     broken_B = token_B < 0
     new_B = jnp.where(carry.done_B, ENDED, jnp.where(broken_B, BROKEN, token_B))
