@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 import yaml
+from etils import epath
 from orbax.checkpoint import checkpoint_managers as policies
 
 from gpt2jax.config import CheckpointConfig, Config, load_config, to_tree
@@ -75,7 +76,7 @@ def load_model(path: str | Path) -> tuple[GPT2, Tokenizer | None]:
     saved_at = _folder(run_dir) / str(steps[-1] if step is None else step) / "parameters"
     try:
         with ocp.StandardCheckpointer() as reader:
-            with_parameters(skeleton, reader.metadata(saved_at).item_metadata.tree)  # names what does not fit; Orbax itself may cut or pad
+            with_parameters(skeleton, ocp.PyTreeCheckpointHandler().metadata(epath.Path(saved_at)).tree)  # names what does not fit; Orbax itself may cut or pad
             parameters = reader.restore(saved_at, named_parameters(skeleton))
     except InputError:
         raise

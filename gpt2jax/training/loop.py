@@ -118,7 +118,7 @@ def _run(config: Config, run_dir: Path, tokenizer: Tokenizer, splits: dict[str, 
     if signals.number:
         return 128 + signals.number
     _print_sample(config, with_parameters(skeleton, state.parameters), tokenizer)
-    print(f"\nThe run is in {run_dir}. Sample from it: python sample.py {run_dir} --prompt 'def '", flush=True)
+    print(f"\nThe run is in {run_dir}. Sample from it: python sample.py {run_dir} --prompt TEXT", flush=True)
     return 0
 
 
@@ -224,8 +224,8 @@ def _print_sample(config: Config, model: GPT2, tokenizer: Tokenizer) -> None:
     new = min(config.run.sample_tokens, room)
     if new < 1:
         return
-    [result] = generate(model, [config.run.sample_prompt], tokenizer=tokenizer, max_new_tokens=new, temperature=0.8, seed=config.train.seed)
-    print(f"--- a sample of the trained model (temperature 0.8, seed {config.train.seed}) ---")
+    [result] = generate(model, [config.run.sample_prompt], tokenizer=tokenizer, max_new_tokens=new, temperature=0.6, seed=config.train.seed)
+    print(f"--- a sample of the trained model (temperature 0.6, seed {config.train.seed}) ---")
     print(f"{config.run.sample_prompt}{result.text}", flush=True)
 
 
