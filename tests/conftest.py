@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 
 # set before anything imports jax, for the tests and for the processes that they start
 os.environ["GPT2JAX_CACHE"] = tempfile.mkdtemp(prefix="gpt2jax-test-cache-")
+atexit.register(shutil.rmtree, os.environ["GPT2JAX_CACHE"], ignore_errors=True)
 os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["GPT2JAX_CACHE"] + "/compiled"  # many tests compile the same tiny program
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 os.environ["JAX_DEFAULT_MATMUL_PRECISION"] = "float32"
