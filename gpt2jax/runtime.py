@@ -18,8 +18,8 @@ def start() -> None:
 def _keep_heap() -> None:
     """Have glibc keep freed memory instead of handing it back to the system.
 
-    XLA on a CPU allocates and frees its temporaries at every step; by default each step then faults in all their pages again, which took half of a training
-    step's time where it was measured. The same as MALLOC_ARENA_MAX=1 MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=-1 MALLOC_TOP_PAD_=67108864.
+    XLA on a CPU allocates and frees its temporaries at every step; by default each step then faults in all their pages again, which took about half of a small
+    training step's time on a shared 2-core machine. The same as MALLOC_ARENA_MAX=1 MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=-1 MALLOC_TOP_PAD_=67108864.
     """
     if not sys.platform.startswith("linux") or any(name.startswith("MALLOC_") for name in os.environ):
         return
