@@ -123,13 +123,14 @@ def test_buckets() -> None:
     assert [loop.cache_bucket(n) for n in (1, 128, 129, 1024)] == [128, 128, 256, 1024]
 
 
-def test_only_the_live_part_is_carried_by_the_scan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_live_part_is_carried_by_the_scan() -> None:
     """A carry that held the large cache would be copied at each step."""
-    flat, seen = prepare(tiny(), turned=False), []
+    flat = prepare(tiny(), turned=False)
     sampling = Sampling(jnp.zeros(1), jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.uint32), jnp.int32(257))
     frozen, carry, _ = loop._prefill(flat, jnp.zeros((1, 16), jnp.int32), jnp.array([3]), sampling, jnp.int32(-1), slots=128)
-    monkeypatch.setattr(jax.lax, "scan", lambda step, init, xs, scan=jax.lax.scan: seen.append((init, xs)) or scan(step, init, xs))
-    jax.eval_shape(loop._chunk.__wrapped__, flat, frozen, carry, sampling, jnp.int32(-1), jnp.int32(9))
-    (carried, steps), = seen
-    assert max(leaf.size for leaf in jax.tree.leaves(carried)) == loop.CHUNK * 12 < min(leaf.size for leaf in jax.tree.leaves(frozen))
-    assert steps.shape == (loop.CHUNK,)
+    program = jax.make_jaxpr(lambda *arguments: loop._chunk.__wrapped__(*arguments))(flat, frozen, carry, sampling, jnp.int32(-1), jnp.int32(9))
+    (scan,) = (equation for equation in program.eqns if equation.primitive.name == "scan")
+    constants, carried = scan.params["num_consts"], scan.params["num_carry"]
+    sizes = [variable.aval.size for variable in scan.invars[constants : constants + carried]]
+    assert max(sizes) == loop.CHUNK * 12 < min(leaf.size for leaf in jax.tree.leaves(frozen))
+    assert scan.params["length"] == loop.CHUNK
