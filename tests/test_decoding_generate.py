@@ -14,6 +14,7 @@ import pytest
 from decoding_helpers import prompt, slow_greedy, tiny
 
 import gpt2jax.decoding.generate as module
+import gpt2jax.decoding.prepared as keeping
 from gpt2jax.decoding.generate import Generation, generate
 from gpt2jax.errors import InputError
 from gpt2jax.tokenizer import load_tokenizer
@@ -166,8 +167,7 @@ def test_arrays_of_ids_are_taken() -> None:
     ],
 )
 def test_bad_input_is_refused_in_one_line_before_any_compute(change: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "decode", lambda *_, **__: pytest.fail("computed"))
-    monkeypatch.setattr(module, "_prepared", lambda *_: pytest.fail("computed"))
+    monkeypatch.setattr(module, "prepared", lambda *_: pytest.fail("computed"))
     with pytest.raises(InputError, match=message) as caught:
         generate(tiny(), **{"prompts": [[1, 2]], "max_new_tokens": 4, **change})
     assert "\n" not in str(caught.value)
@@ -190,7 +190,7 @@ def test_broken_weights_are_reported() -> None:
 def test_weights_are_prepared_once_and_again_when_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
     model = jax.tree.map(lambda leaf: leaf + 0, tiny())
     calls = []
-    monkeypatch.setattr(module, "prepare", lambda model, *, turned, real=module.prepare: calls.append(1) or real(model, turned=turned))
+    monkeypatch.setattr(keeping, "prepare", lambda model, *, turned, real=keeping.prepare: calls.append(1) or real(model, turned=turned))
     before = [generate(model, [[1, 2]], max_new_tokens=20, temperature=0)[0].tokens for _ in range(2)]
     assert len(calls) == 1 and before[0] == before[1]
     model.norm.scale[...] = -model.norm.scale[...]  # as a training step that writes into the module does

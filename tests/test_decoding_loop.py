@@ -13,18 +13,24 @@ from decoding_helpers import prompt, slow_greedy, tiny
 from gpt2jax.decoding import loop
 from gpt2jax.decoding.filters import Sampling
 from gpt2jax.decoding.generate import generate
+from gpt2jax.decoding.request import sampling_of
 from gpt2jax.decoding.weights import prepare, turns_weights
 from gpt2jax.model.gpt2 import GPT2
 
 GREEDY = dict(temperature=0.0, eos_token_id=None)
 
 
+def sampling_for(rows: int, model: GPT2, **settings: Any) -> Sampling:
+    settings = {"eos": -1, "new_tokens": 99, "positions": model.config.n_positions + 1, **settings}
+    return sampling_of({"temperature": 0.0}, rows, model.config.vocab_size, **settings)
+
+
 def greedy_blocks(model: GPT2, prompts: list[list[int]], *, eos: int, new_tokens: int) -> list[np.ndarray]:
     B = len(prompts)
-    T = loop.prompt_bucket(max(map(len, prompts)), model.config.n_positions)
-    tokens_BT = np.array([p + [0] * (T - len(p)) for p in prompts])
-    sampling = Sampling(jnp.zeros(B), jnp.zeros(B, jnp.int32), jnp.zeros(B, jnp.uint32), jnp.int32(model.config.vocab_size))
-    return list(loop.decode(prepare(model, turned=turns_weights(B)), tokens_BT, np.array(list(map(len, prompts))), sampling, eos=eos, new_tokens=new_tokens))
+    decoder = loop.Decoder(prepare(model, turned=turns_weights(B)))
+    decoder.prefill(prompts)
+    options = dict(prompt_lengths=list(map(len, prompts)), drawn=0, stopped_B=np.zeros(B, bool))
+    return [block.token for block in decoder.decode(prompts, sampling_for(B, model, eos=eos), new_tokens, **options)]
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -92,29 +98,80 @@ def test_steps_stop_inside_a_chunk_once_all_rows_have_ended() -> None:
     model, ids = tiny(), prompt(5)
     free = slow_greedy(model, ids, 30)
     end = next(i for i in range(3, 30) if free[i] not in free[:i])
-    frozen, carry = final_state(model, ids, eos=free[end], steps=31)
+    carry = after_one_chunk(model, ids, eos=free[end], steps=31)
     assert int(carry.drawn) == end + 1 and int(carry.state.slots.recent) == end
-    assert int(final_state(model, ids, eos=-1, steps=6)[1].drawn) == 7
+    assert int(after_one_chunk(model, ids, eos=-1, steps=6).drawn) == 7
 
 
-def final_state(model: GPT2, ids: list[int], *, eos: int, steps: int) -> tuple[Any, loop.Carry]:
-    flat = prepare(model, turned=False)
-    sampling = Sampling(jnp.zeros(1), jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.uint32), jnp.int32(model.config.vocab_size))
-    tokens_BT = jnp.asarray([ids + [0] * (16 - len(ids))])
-    frozen, carry, _ = loop._prefill(flat, tokens_BT, jnp.array([len(ids)]), sampling, jnp.int32(eos), slots=128)
-    return frozen, loop._chunk(flat, frozen, carry, sampling, jnp.int32(eos), jnp.int32(steps))[0]
+def started(model: GPT2, ids: list[int], *, eos: int) -> tuple[loop.Decoder, Sampling, loop.Carry]:
+    """After the prefill and the first token."""
+    decoder, sampling = loop.Decoder(prepare(model, turned=False)), sampling_for(1, model, eos=eos)
+    decoder.prefill([ids])
+    carry = decoder._start([ids], [len(ids)], 0, np.zeros(1, bool))
+    return decoder, sampling, loop._first(decoder.model, decoder._hidden_BD, carry, sampling, None)[0]
+
+
+def after_one_chunk(model: GPT2, ids: list[int], *, eos: int, steps: int) -> loop.Carry:
+    decoder, sampling, carry = started(model, ids, eos=eos)
+    carry, _ = loop._chunk(decoder.model, carry.state.frozen, loop._without_frozen(carry), sampling, np.zeros(1, bool), jnp.int32(steps), None)
+    return carry
 
 
 def test_programs_are_compiled_once_a_bucket() -> None:
-    """20 lengths and 20 settings: one prefill a prompt bucket, one chunk and one commit a cache bucket, one growth."""
+    """20 lengths and 20 settings: one prefill a prompt bucket, one first draw, chunk and commit a cache bucket, one growth."""
     model = tiny(n_embd=15, n_inner=21)  # a shape that no other test compiles for
-    programs = dict(prefill=loop._prefill, chunk=loop._chunk, commit=loop._commit, grow=loop._grow)
-    before = {name: program._cache_size() for name, program in programs.items()}
+    programs = dict(prefill=loop._prefill, first=loop._first, chunk=loop._chunk, commit=loop._commit, grow=loop._grow, longer=loop._lengthen)
+    others = dict(extend=loop._extend, gather=loop._gather, trim=loop._trim)
+    before = {name: program._cache_size() for name, program in {**programs, **others}.items()}
     for i in range(20):
-        generate(model, [prompt(1 + 5 * i)], max_new_tokens=40 + i, temperature=i / 10, top_k=17 * i, seed=i, eos_token_id=i)
-    added = {name: program._cache_size() - before[name] for name, program in programs.items()}
+        settings = dict(temperature=i / 10, top_k=17 * i, top_p=1 - i / 30, min_p=i / 99, typical_p=1 - i / 40, repetition_penalty=1 + i / 9)
+        settings |= dict(presence_penalty=i / 7, frequency_penalty=-i / 8, no_repeat_ngram_size=i, min_new_tokens=i, logit_bias={j: j / 7 for j in range(i)})
+        settings |= dict(forced_tokens={i: i}, forbidden_tokens=list(range(200, 200 + i)))
+        generate(model, [prompt(1 + 5 * i)], max_new_tokens=40 + i, seed=i, eos_token_id=i, **settings)
+    added = {name: program._cache_size() - before[name] for name, program in {**programs, **others}.items()}
     assert added["prefill"] == 4  # 16, 32, 64, 128
-    assert added["chunk"] == 2 and added["commit"] == 2 and added["grow"] == 1  # caches of 128 and 256
+    assert added["first"] == 1 and added["chunk"] == 2 and added["commit"] == 2 and added["grow"] == 1 >= added["longer"]  # caches of 128 and 256
+    assert sum(added[name] for name in others) == 0
+
+
+def test_equal_prompts_and_a_common_beginning_are_prefilled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, seen = tiny(), []
+    monkeypatch.setattr(
+        loop,
+        "_prefill",
+        lambda model, tokens_BT, *rest, real=loop._prefill, **options: seen.append(tokens_BT.shape) or real(model, tokens_BT, *rest, **options),
+    )
+    start = prompt(40, seed=2)
+    prompts = [[*start, 5, 6], start, [*start, *prompt(9)], [*start, 5, 6]]
+    results = generate(model, prompts, max_new_tokens=40, **GREEDY)
+    assert seen == [(1, 64)]
+    assert [row.tokens for row in results] == [slow_greedy(model, ids, 40) for ids in prompts]
+    generate(model, [prompt(30)] * 5, max_new_tokens=2, seed=[1, 2, 3, 4, 5])
+    generate(model, [prompt(20), prompt(25, seed=1)], max_new_tokens=2)
+    assert seen[1:] == [(1, 32), (2, 32)]
+
+
+def test_a_cache_is_cut_and_extended() -> None:
+    """As a conversation does: decode, keep a part, go on with other tokens; each time as if from the start."""
+    model, ids = tiny(), prompt(20)
+    decoder = loop.Decoder(prepare(model, turned=turns_weights(1)))
+
+    def go_on(tokens: list[int], new: int) -> list[int]:
+        options = dict(prompt_lengths=[len(tokens)], drawn=0, stopped_B=np.zeros(1, bool))
+        return [token for block in decoder.decode([tokens], sampling_for(1, model), new, **options) for token in block.token[0].tolist()]
+
+    decoder.prefill([ids])
+    first = go_on(ids, 50)
+    assert first == slow_greedy(model, ids, 50)
+    whole = [*ids, *first[:-1]]  # the last token was never fed back
+    decoder.extend([[first[-1], 9, 8, 7]])
+    whole += [first[-1], 9, 8, 7]
+    assert go_on(whole, 37) == slow_greedy(model, whole, 37)
+    decoder.trim([31])
+    assert decoder._filled < 64, "slots behind the cut are free again"
+    decoder.extend([[4, 4, 200]])
+    whole = [*whole[:31], 4, 4, 200]
+    assert go_on(whole, 40) == slow_greedy(model, whole, 40)
 
 
 def test_buckets() -> None:
@@ -125,12 +182,11 @@ def test_buckets() -> None:
 
 def test_only_the_live_part_is_carried_by_the_scan() -> None:
     """A carry that held the large cache would be copied at each step."""
-    flat = prepare(tiny(), turned=False)
-    sampling = Sampling(jnp.zeros(1), jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.uint32), jnp.int32(257))
-    frozen, carry, _ = loop._prefill(flat, jnp.zeros((1, 16), jnp.int32), jnp.array([3]), sampling, jnp.int32(-1), slots=128)
-    program = jax.make_jaxpr(lambda *arguments: loop._chunk.__wrapped__(*arguments))(flat, frozen, carry, sampling, jnp.int32(-1), jnp.int32(9))
+    decoder, sampling, carry = started(tiny(), prompt(3), eos=-1)
+    arguments = (decoder.model, carry.state.frozen, loop._without_frozen(carry), sampling, np.zeros(1, bool), jnp.int32(9))
+    program = jax.make_jaxpr(lambda *arguments: loop._chunk.__wrapped__(*arguments, None))(*arguments)
     (scan,) = (equation for equation in program.eqns if equation.primitive.name == "scan")
     constants, carried = scan.params["num_consts"], scan.params["num_carry"]
     sizes = [variable.aval.size for variable in scan.invars[constants : constants + carried]]
-    assert max(sizes) == loop.CHUNK * 12 < min(leaf.size for leaf in jax.tree.leaves(frozen))
+    assert max(sizes) == loop.CHUNK * 12 < min(leaf.size for leaf in jax.tree.leaves(carry.state.frozen))
     assert scan.params["length"] == loop.CHUNK

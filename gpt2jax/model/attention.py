@@ -18,6 +18,8 @@ from gpt2jax.model.linear import Linear, child_key, residual_std
 class Attention(nnx.Module):
     """GPT-2's attention (Radford et al. 2019; its src/model.py `attn`). Two calls: a whole sequence, and a few tokens on top of a cache."""
 
+    can_trim = True  # a cache of keys and values forgets its last tokens by masking their slots
+
     def __init__(self, config: ModelConfig, key: jax.Array) -> None:
         d, h, k, dtype = config.n_embd, config.n_head, config.head_dim, jnp.dtype(config.compute_dtype)
         std, out_std = config.initializer_range, residual_std(config.initializer_range, config.n_layer)
@@ -48,6 +50,10 @@ class Attention(nnx.Module):
         """The frozen part with room for `slots` slots."""
         pad = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, slots - x.shape[2]), (0, 0)))  # noqa: E731
         return KV(pad(frozen.k), pad(frozen.v))
+
+    def renew(self, live: KV, recent: int) -> KV:
+        """The live part after a commit, empty, with room for `recent` tokens."""
+        return jax.tree.map(lambda x: jnp.zeros((*x.shape[:2], recent, *x.shape[3:]), x.dtype), live)
 
     def step(self, x_BTD: jax.Array, frozen: KV, live: KV, slots: Slots, span: Span) -> tuple[jax.Array, KV]:
         """T more tokens, already counted in `slots` (they are its last T recent ones): y [B, T, D] and live with their keys and values."""

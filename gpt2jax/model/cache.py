@@ -63,6 +63,14 @@ class Slots:
         valid_BS = jax.lax.dynamic_update_slice(self.valid_BS, self.valid_BR, (0, self.filled))
         return Slots(valid_BS, jnp.zeros_like(self.valid_BR), self.filled + self.recent, jnp.zeros_like(self.recent))
 
+    def trim(self, length_B: jax.Array) -> Slots:
+        """Only each row's first `length_B` real tokens stay; slots at the end that no row needs any more are free again."""
+        S = self.valid_BS.shape[1]
+        valid_BN = jnp.concatenate([self.valid_BS, self.valid_BR], 1)
+        valid_BN = valid_BN & (jnp.cumsum(valid_BN, 1, dtype=jnp.int32) <= length_B[:, None])
+        used = lambda valid: jnp.max(jnp.where(valid, jnp.arange(1, valid.shape[1] + 1, dtype=jnp.int32), 0))  # noqa: E731
+        return Slots(valid_BN[:, :S], valid_BN[:, S:], used(valid_BN[:, :S]), used(valid_BN[:, S:]))
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -73,3 +81,10 @@ class DecodeState:
     live: tuple[Any, ...]
     slots: Slots
     length_B: jax.Array
+
+    def rows(self, index_N: jax.Array) -> DecodeState:
+        """The state of rows index_N (int32), in that order; a row may come more than once. All leaves but the slots' two counters lead with the batch."""
+        take = lambda tree: jax.tree.map(lambda leaf: leaf[index_N], tree)  # noqa: E731
+        valid_NS, valid_NR = take((self.slots.valid_BS, self.slots.valid_BR))
+        slots = dataclasses.replace(self.slots, valid_BS=valid_NS, valid_BR=valid_NR)
+        return DecodeState(take(self.frozen), take(self.live), slots, self.length_B[index_N])

@@ -84,24 +84,56 @@ class GPT2(nnx.Module):
             frozen.append(layer_frozen)
             live.append(layer_live)
         valid_BS = jnp.pad(valid_BT, ((0, 0), (0, slots - T)))
-        counts = Slots(valid_BS, jnp.zeros((B, recent), bool), jnp.int32(T), jnp.int32(0))
-        x_BD = jnp.take_along_axis(x_BTD, (length_B - 1)[:, None, None], 1)[:, 0]
-        return self.norm(x_BD), DecodeState(tuple(frozen), tuple(live), counts, length_B)
+        counts = Slots(valid_BS, jnp.zeros((B, recent), bool), jnp.max(length_B), jnp.int32(0))
+        return self.norm(_last(x_BTD, length_B)), DecodeState(tuple(frozen), tuple(live), counts, length_B)
 
-    def step(self, tokens_BT: jax.Array, state: DecodeState) -> tuple[jax.Array, DecodeState]:
+    def step(self, tokens_BT: jax.Array, state: DecodeState, valid_BT: jax.Array | None = None) -> tuple[jax.Array, DecodeState]:
         """T more tokens of every row on top of a cache: hidden states [B, T, D] and the state behind them, same structure, shapes and dtypes.
 
+        valid_BT (bool, all True by default): False marks padding, which takes no position and is attended by nothing.
         The caller has planned for them: they fit the recent slots, and positions stay below n_positions.
         """
-        B, T = tokens_BT.shape
-        span = Span(state.length_B[:, None] + jnp.arange(T, dtype=jnp.int32)[None, :])
-        slots = state.slots.push(jnp.ones((B, T), bool))
+        if valid_BT is None:
+            valid_BT = jnp.ones(tokens_BT.shape, bool)
+        count_BT = jnp.cumsum(valid_BT, -1, dtype=jnp.int32)
+        span = Span(state.length_B[:, None] + jnp.maximum(count_BT - 1, 0), valid_BT)
+        slots = state.slots.push(valid_BT)
         x_BTD = self._embed(tokens_BT, span, None)
         live = []
         for block, layer_frozen, layer_live in zip(self.unstacked(), state.frozen, state.live, strict=True):
             x_BTD, layer_live = block.step(x_BTD, layer_frozen, layer_live, slots, span)
             live.append(layer_live)
-        return self.norm(x_BTD), DecodeState(state.frozen, tuple(live), slots, state.length_B + T)
+        return self.norm(x_BTD), DecodeState(state.frozen, tuple(live), slots, state.length_B + count_BT[:, -1])
+
+    def extend(self, tokens_BT: jax.Array, length_B: jax.Array, state: DecodeState) -> tuple[jax.Array, DecodeState]:
+        """Right-padded tokens of every row on top of a cache whose recent part is empty, written to the frozen part: the prefill of what follows a prefix.
+
+        tokens_BT int32, length_B int32 in [1, T]. Returns the hidden state [B, D] of each row's last real token, and the state behind it. The caller has
+        planned for T frozen slots.
+        """
+        B, T = tokens_BT.shape
+        recent, blocks = state.slots.valid_BR.shape[1], self.unstacked()
+        renewed = lambda state, slots: dataclasses.replace(  # noqa: E731
+            state,
+            live=tuple(block.mixer.renew(live, slots) for block, live in zip(blocks, state.live, strict=True)),
+            slots=dataclasses.replace(state.slots, valid_BR=jnp.zeros((B, slots), bool)),
+        )
+        filled = state.slots.filled + jnp.max(length_B)  # what is padding in all rows is free again
+        x_BTD, state = self.step(tokens_BT, renewed(state, T), jnp.arange(T) < length_B[:, None])
+        state = renewed(self.commit(state), recent)
+        return _last(x_BTD, length_B), dataclasses.replace(state, slots=dataclasses.replace(state.slots, filled=filled))
+
+    @property
+    def can_trim(self) -> bool:
+        """Whether `trim` is possible: the state of every mixer can forget its last tokens (a recurrent state cannot)."""
+        blocks = self.blocks if isinstance(self.blocks, tuple) else (self.blocks,)
+        return all(block.mixer.can_trim for block in blocks)
+
+    def trim(self, state: DecodeState, length_B: jax.Array) -> DecodeState:
+        """The state as it was when row b had taken its first length_B[b] tokens. InputError if a mixer's state cannot forget tokens."""
+        if not self.can_trim:
+            raise InputError("a cache of this model cannot be cut shorter: one of its mixers keeps a running state; run the shorter prompt from its start")
+        return dataclasses.replace(state, slots=state.slots.trim(length_B), length_B=jnp.minimum(state.length_B, length_B))
 
     def commit(self, state: DecodeState) -> DecodeState:
         """Move the recent part of every layer's cache behind its frozen part. The caller has planned for it: filled + R <= S."""
@@ -138,6 +170,11 @@ def check_tokens(tokens_BT: jax.Array, config: ModelConfig) -> None:
         raise InputError(f"tokens must be integers of shape [batch, tokens], not {tokens_BT.dtype}{list(tokens_BT.shape)}")
     if not 1 <= tokens_BT.shape[1] <= config.n_positions:
         raise InputError(f"{tokens_BT.shape[1]} tokens do not fit the context of n_positions={config.n_positions}; pass between 1 and {config.n_positions}")
+
+
+def _last(x_BTD: jax.Array, length_B: jax.Array) -> jax.Array:
+    """The last real token of each right-padded row, [B, D]."""
+    return jnp.take_along_axis(x_BTD, (length_B - 1)[:, None, None], 1)[:, 0]
 
 
 @jax.jit
