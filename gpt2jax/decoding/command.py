@@ -1,69 +1,185 @@
-"""The sample command: continue a prompt from the command line. Only text or JSON goes to stdout."""
+"""The sample command: continue a prompt, a file of prompts, or a conversation. Only text or JSON goes to stdout."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import io
 import json
 import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from gpt2jax.decoding.settings import check_new_tokens, check_seed, check_temperature, check_text, check_top_k
+from gpt2jax.decoding.settings import SETTINGS, check_new_tokens, check_settings, check_text
 from gpt2jax.errors import InputError
+
+if TYPE_CHECKING:
+    from gpt2jax.model.gpt2 import GPT2
+    from gpt2jax.tokenizer import Tokenizer
 
 RULE = "-" * 40
 #: Without --max-new-tokens, in a context that is large enough.
 NEW_TOKENS = 128
+BATCH_SIZE = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `run_sample`."""
     parser.add_argument("model", metavar="MODEL", help="a run folder, a checkpoint, a Hugging Face GPT-2 folder or a hub id")
-    parser.add_argument("--prompt", default="", metavar="TEXT", help="text to continue (default: empty, which means the end-of-text token)")
+    parser.add_argument("--prompt", metavar="TEXT", help="text to continue (default: empty, which means the end-of-text token)")
     parser.add_argument("--max-new-tokens", type=int, metavar="N", help=f"most tokens to add (default: {NEW_TOKENS}, or what the context leaves room for)")
-    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0 always takes the most likely token (default: 1.0)")
-    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="draw among the K most likely tokens; 0 is no limit (default: 0)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the first sample; the next ones use N+1, N+2, ... (default: 0)")
-    parser.add_argument("--num-samples", type=int, default=1, metavar="N", help="continuations of the prompt (default: 1)")
-    parser.add_argument("--json", action="store_true", help="one JSON object a line: prompt, text, tokens, finish_reason")
+    parser.add_argument("--num-samples", type=int, default=1, metavar="N", help="continuations of each prompt (default: 1)")
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times")
+    parser.add_argument("--overflow", choices=("error", "slide"), default="error", help="slide: go on past the context over its last half (default: error)")
+
+    modes = parser.add_argument_group("where prompts come from and text goes")
+    modes.add_argument("--stream", action="store_true", help="print the text as it comes")
+    modes.add_argument("--json", action="store_true", help="one JSON object a line: prompt, text, tokens, finish_reason")
+    modes.add_argument("--logprobs", type=int, metavar="N", help="with --json or --prompts: log-probabilities of the tokens, and of the N likeliest ones")
+    modes.add_argument(
+        "--prompts", metavar="FILE.jsonl", help='continue every line, {"prompt": ..., and any sampling setting}; resumes where it was interrupted'
+    )
+    modes.add_argument("--out", metavar="OUT.jsonl", help="where the results of --prompts go")
+    modes.add_argument("--batch-size", type=int, metavar="N", help=f"prompts computed together (default: {BATCH_SIZE})")
+    modes.add_argument("--interactive", action="store_true", help="continue what you type, line by line, on one growing text")
+
+    settings = parser.add_argument_group("sampling settings, which act in the order of gpt2jax.decoding.settings.Settings")
+    for name, setting in SETTINGS.items():
+        default = f" (default: {setting.default})" if isinstance(setting.default, (int, float)) else ""
+        settings.add_argument(f"--{name.replace('_', '-')}", type=setting.kind, metavar=name.rpartition("_")[2].upper(), help=setting.help + default)
+
     parser.add_argument("--compute-dtype", choices=("float32", "bfloat16"), help="dtype of matmuls (default: the model's)")
 
 
 def run_sample(options: argparse.Namespace) -> int:
     """Load the model, continue the prompt, print. Returns the exit status 0; raises InputError for bad input, most of it before the model is loaded."""
-    if options.max_new_tokens is not None:
-        check_new_tokens(options.max_new_tokens)
-    check_temperature(options.temperature)
-    check_top_k(options.top_k)
-    check_text("--prompt", options.prompt)
-    if options.num_samples < 1:
-        raise InputError(f"--num-samples={options.num_samples} must be 1 or more")
-    seeds = [check_seed(options.seed + i) for i in range(options.num_samples)]
+    settings = {name: getattr(options, name) for name in SETTINGS if getattr(options, name) is not None}
+    _check(options, settings)
+    prompts = None
+    if options.prompts is not None:
+        from gpt2jax.decoding.many import read_prompts
+
+        prompts = read_prompts(Path(options.prompts))
 
     from gpt2jax import runtime
-    from gpt2jax.decoding.generate import generate
     from gpt2jax.loading import load
 
     runtime.start()
     model, tokenizer = load(options.model, compute_dtype=options.compute_dtype)
     if tokenizer is None:
         raise InputError(f"{options.model} has no tokenizer, which a prompt needs; put its tokenizer.json beside the weights")
-    room = model.config.n_positions + 1 - max(len(tokenizer.encode(options.prompt)), 1)
-    results = generate(
-        model,
-        [options.prompt] * options.num_samples,
-        max_new_tokens=options.max_new_tokens or max(min(NEW_TOKENS, room), 1),
-        temperature=options.temperature,
-        top_k=options.top_k,
-        seed=seeds,
-        tokenizer=tokenizer,
-    )
+    common = {**settings, "stop": options.stop, "overflow": options.overflow}
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character must not lose the rest
+    if prompts is not None:
+        return _sample_file(options, model, tokenizer, prompts, common)
+    if options.interactive:
+        return _converse(options, model, tokenizer, common)
+    prompt = options.prompt or ""
+    common["max_new_tokens"] = options.max_new_tokens or _room(model, [len(tokenizer.encode(prompt))], options.overflow)
+    if options.stream:
+        return _stream(model, tokenizer, prompt, common)
+    from gpt2jax.decoding.generate import generate
+    from gpt2jax.decoding.many import result_fields
+
+    results = generate(model, [prompt], tokenizer=tokenizer, num_samples=options.num_samples, logprobs=options.logprobs, **common)
     for i, result in enumerate(results):
         if options.json:
-            fields = dataclasses.asdict(result)
-            print(json.dumps({"prompt": options.prompt, **{name: fields[name] for name in ("text", "tokens", "finish_reason")}}))
+            print(json.dumps({"prompt": prompt, **result_fields(result)}))
         else:
-            print((RULE + "\n" if i else "") + options.prompt + (result.text or ""))
+            print((RULE + "\n" if i else "") + prompt + (result.text or ""))
     return 0
+
+
+def _check(options: argparse.Namespace, settings: dict[str, Any]) -> None:
+    """Whatever can be refused without a model; an option that a mode has no use for is an error."""
+    if options.max_new_tokens is not None:
+        check_new_tokens(options.max_new_tokens)
+    check_settings(settings, 1)
+    for name, text in [("--prompt", options.prompt or ""), *(("--stop", stop) for stop in options.stop)]:
+        check_text(name, text)
+    if "" in options.stop:
+        raise InputError("--stop='' is empty; give some text")
+    if options.num_samples < 1:
+        raise InputError(f"--num-samples={options.num_samples} must be 1 or more")
+    check_settings({"seed": settings.get("seed", 0) + options.num_samples - 1}, 1)
+    if options.batch_size is not None and options.batch_size < 1:
+        raise InputError(f"--batch-size={options.batch_size} must be 1 or more")
+    given = {
+        name for name in ("prompt", "stream", "json", "logprobs", "prompts", "out", "batch_size", "interactive") if getattr(options, name) not in (None, False)
+    }
+    if options.num_samples > 1:
+        given.add("num_samples")
+    refused = {
+        "prompts": {"prompt", "stream", "json", "interactive"},
+        "interactive": {"prompt", "json", "logprobs", "num_samples", "out", "batch_size"},
+        "stream": {"json", "logprobs", "num_samples", "out", "batch_size"},
+    }
+    flag = lambda name: "--" + name.replace("_", "-")  # noqa: E731
+    for mode, others in refused.items():
+        if mode in given and given & others:
+            raise InputError(f"{flag(mode)} does not go with {flag(min(given & others))}; drop one of the two")
+    for name, needed in (("out", ["prompts"]), ("batch_size", ["prompts"]), ("prompts", ["out"]), ("logprobs", ["json", "prompts"])):
+        if name in given and not given & set(needed):
+            raise InputError(f"{flag(name)} needs {' or '.join(map(flag, needed))}")
+
+
+def _room(model: GPT2, lengths: list[int], overflow: str) -> int:
+    """The new tokens that a user who names no number gets."""
+    room = model.config.n_positions + 1 - max(1, *lengths)
+    return NEW_TOKENS if overflow == "slide" else max(min(NEW_TOKENS, room), 1)
+
+
+def _stream(model: GPT2, tokenizer: Tokenizer, prompt: str, common: dict[str, Any]) -> int:
+    from gpt2jax.decoding.generate import stream
+
+    pieces = stream(model, [prompt], tokenizer=tokenizer, **common)
+    print(prompt, end="", flush=True)
+    for piece in pieces:
+        print(piece.text, end="", flush=True)
+    print()
+    return 0
+
+
+def _sample_file(options: argparse.Namespace, model: GPT2, tokenizer: Tokenizer, prompts: list[dict[str, Any]], common: dict[str, Any]) -> int:
+    from gpt2jax.decoding.many import sample_file
+
+    lengths = [len(tokenizer.encode(row["prompt"]) if isinstance(row["prompt"], str) else row["prompt"]) for row in prompts]
+    common["max_new_tokens"] = options.max_new_tokens or _room(model, [0, *lengths], options.overflow)
+    more = dict(num_samples=options.num_samples, logprobs=options.logprobs, batch_size=options.batch_size or BATCH_SIZE)
+    sample_file(model, prompts, Path(options.out), tokenizer=tokenizer, made_with=f"{options.model} {options.compute_dtype}", **more, **common)
+    print(f"wrote {options.out}: {len(prompts)} prompts", file=sys.stderr)
+    return 0
+
+
+def _converse(options: argparse.Namespace, model: GPT2, tokenizer: Tokenizer, common: dict[str, Any]) -> int:
+    """Read a line, continue the text with it, print what comes. The seed counts up from turn to turn."""
+    from gpt2jax.decoding.session import Session
+
+    session, turns = Session(model, tokenizer), list[int]()
+    asking = sys.stdin.isatty()
+    print("Type text to continue; it is added to the text so far. /new starts over, /undo takes the last turn back, /exit ends.", file=sys.stderr)
+    while True:
+        print("> " if asking else "", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        command = line.strip()
+        if not line or command == "/exit":
+            return 0
+        if command in ("/new", "/undo"):
+            session.tokens = session.tokens[: turns.pop()] if command == "/undo" and turns else []
+            turns = turns if command == "/undo" else []
+            continue
+        text = line.removesuffix("\n")
+        try:
+            check_text("the line", text)
+            start = len(session.tokens)
+            new = options.max_new_tokens or _room(model, [start + len(tokenizer.encode(text))], options.overflow)
+            pieces = session.send(text, **{**common, "max_new_tokens": new, "seed": (common.get("seed", 0) + len(turns)) % 2**32})
+            turns.append(start)
+            for piece in pieces:
+                print(piece.text, end="", flush=True)
+            print(flush=True)
+            print(f"[{len(session.tokens)} tokens; {session.reused} of the prompt were in the cache]", file=sys.stderr)
+        except InputError as error:
+            print(f"gpt2jax: error: {error}; /new starts over", file=sys.stderr)
+        except KeyboardInterrupt:
+            print(flush=True)  # this turn ends, the conversation does not

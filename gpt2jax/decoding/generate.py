@@ -74,14 +74,17 @@ def stream(model: GPT2, prompts: Sequence[Prompt] | np.ndarray, **options: Unpac
 
     Arguments and errors are those of `generate`; bad input is refused at the call, before the first piece is asked for.
     """
-    return _pieces(model, Request.checked(model.config, prompts, **options))
+    return pieces(model, Request.checked(model.config, prompts, **options))
 
 
-def _pieces(model: GPT2, request: Request) -> Iterator[Piece]:
+def pieces(model: GPT2, request: Request, *, idle: int = 0, decoder: Decoder | None = None) -> Iterator[Piece]:
+    """What `stream` yields. The last `idle` rows only fill up a batch and give nothing; a `decoder` may bring a cache that begins as the prompts do."""
     rows = [_Row(request) for _ in request.rows]
-    stopped_B = np.zeros(len(rows), bool)
+    stopped_B = np.arange(len(rows)) >= len(rows) - idle
+    for row in rows[len(rows) - idle :]:
+        row.ended = True
     left = request.new_tokens
-    for drawn in _run(model, request, stopped_B):
+    for drawn in _run(model, request, stopped_B, decoder or Decoder(prepared(model, len(rows)), request.logprobs)):
         left -= drawn.token.shape[1]
         for index, row in enumerate(rows):
             if row.ended:
@@ -94,10 +97,9 @@ def _pieces(model: GPT2, request: Request) -> Iterator[Piece]:
             return
 
 
-def _run(model: GPT2, request: Request, stopped_B: np.ndarray) -> Iterator[Drawn]:
+def _run(model: GPT2, request: Request, stopped_B: np.ndarray, decoder: Decoder) -> Iterator[Drawn]:
     """New tokens of all rows as they come. Where the context is full, its last half is prefilled anew; so are the rows beside it, each from its own window."""
     context, windows, left = model.config.n_positions, request.rows, request.new_tokens
-    decoder = Decoder(prepared(model, len(windows)), request.logprobs)
     cut = [len(row) - len(window) for row, window in zip(request.rows, windows, strict=True)]
     while left:
         steps = min(left, context + 1 - max(len(window) for window, stopped in zip(windows, stopped_B, strict=True) if not stopped))
