@@ -15,16 +15,37 @@ from decoding_helpers import prompt, slow_greedy, tiny
 
 import gpt2jax.decoding.generate as module
 import gpt2jax.decoding.prepared as keeping
-from gpt2jax.decoding.generate import Generation, generate
+from gpt2jax.decoding import loop
+from gpt2jax.decoding.generate import Generation, generate, stream
 from gpt2jax.errors import InputError
 from gpt2jax.tokenizer import load_tokenizer
 
 BYTES = load_tokenizer("bytes")
 EOT = 256
+GREEDY: dict[str, Any] = dict(temperature=0.0, eos_token_id=None)
 RAGGED = [prompt(1), prompt(30), [EOT, *prompt(5), EOT], prompt(7), prompt(130)]
 
 
-@pytest.mark.parametrize("settings", [dict(temperature=0.0), dict(temperature=1.0, seed=11), dict(temperature=0.9, top_k=20, seed=[3, 1, 4, 1, 5])])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(temperature=0.0),
+        dict(temperature=1.0, seed=11),
+        dict(temperature=0.9, top_k=20, seed=[3, 1, 4, 1, 5]),
+        dict(
+            temperature=[0.0, 1.0, 2.0, 0.5, 1.0],
+            top_p=[1.0, 0.5, 0.95, 1.0, 0.9],
+            typical_p=[1.0, 1.0, 0.8, 1.0, 1.0],
+            repetition_penalty=[1.3, 1.0, 1.2, 1.0, 0.9],
+            frequency_penalty=[0.0, 0.5, 0.0, 0.0, 0.1],
+            no_repeat_ngram_size=[2, 0, 3, 0, 1],
+            min_new_tokens=[0, 45, 9, 0, 3],
+            forced_tokens=[{}, {3: 7}, {-1: 9}, {}, {0: 1, 44: 2}],
+            logit_bias=[{}, {EOT: 50.0}, {}, {EOT: 8.0}, {}],
+            seed=[9, 8, 7, 6, 5],
+        ),
+    ],
+)
 def test_a_ragged_batch_equals_each_prompt_alone(settings: dict[str, Any]) -> None:
     model, settings = tiny(), dict(settings, eos_token_id=EOT)
     together = generate(model, RAGGED, max_new_tokens=45, **settings)
@@ -164,6 +185,33 @@ def test_arrays_of_ids_are_taken() -> None:
         (dict(seed=2**32), "seed=4294967296"),
         (dict(eos_token_id=257), "eos_token_id=257: token id 257"),
         (dict(eos_token_id="256"), "eos_token_id='256'"),
+        (dict(top_p=0.0), "top_p=0.0 must be above 0 and at most 1"),
+        (dict(top_p=1.1), "top_p=1.1"),
+        (dict(min_p=-0.1), "min_p=-0.1"),
+        (dict(min_p=1.5), "min_p=1.5"),
+        (dict(typical_p=0), "typical_p=0"),
+        (dict(repetition_penalty=0), "repetition_penalty=0 must be a finite number above 0"),
+        (dict(presence_penalty=float("inf")), "presence_penalty=inf"),
+        (dict(frequency_penalty="x"), "frequency_penalty='x'"),
+        (dict(no_repeat_ngram_size=-1), "no_repeat_ngram_size=-1"),
+        (dict(min_new_tokens=-1), "min_new_tokens=-1"),
+        (dict(logit_bias=[5]), "logit_bias=5 must be a map"),
+        (dict(logit_bias={5: float("nan")}), "logit_bias=nan"),
+        (dict(logit_bias={300: 1.0}), "logit_bias: token id 300"),
+        (dict(forbidden_tokens=[257]), "forbidden_tokens: token id 257"),
+        (dict(forbidden_tokens=[[1], [2]]), "forbidden_tokens has 2 values for 1 prompts"),
+        (dict(forced_tokens={4: 1}), "new token 4; with max_new_tokens=4, 0 to 3"),
+        (dict(forced_tokens={-5: 1}), "new token -5"),
+        (dict(forced_tokens={0: 257}), "forced_tokens: token id 257"),
+        (dict(forced_tokens={0: 9}, forbidden_tokens=[9]), "token 9, which is forbidden"),
+        (dict(stop="x"), "needs a tokenizer"),
+        (dict(stop=["a", ""], tokenizer=BYTES), "none of them empty"),
+        (dict(stop=[5], tokenizer=BYTES), "none of them empty"),
+        (dict(num_samples=0), "num_samples=0"),
+        (dict(logprobs=-1), "logprobs=-1 must be between 0 and 64"),
+        (dict(logprobs=True), "logprobs=True"),
+        (dict(overflow="wrap"), "overflow='wrap'"),
+        (dict(topp=0.5), "no option 'topp'"),
     ],
 )
 def test_bad_input_is_refused_in_one_line_before_any_compute(change: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,3 +247,106 @@ def test_weights_are_prepared_once_and_again_when_they_change(monkeypatch: pytes
     expected = [slow_greedy(model, [1 + i, 2], 20) for i in range(5)]
     assert [row.tokens for row in generate(model, [[1 + i, 2] for i in range(5)], max_new_tokens=20, temperature=0)] == expected
     assert len(calls) == 3, "a batch takes its own form"
+
+
+def test_pieces_add_up_to_the_result_and_come_as_they_are_drawn() -> None:
+    model, options = tiny(), dict(max_new_tokens=70, seed=[1, 2, 3, 4, 5], tokenizer=BYTES)
+    prompts, whole = ["a", "bc 🤗", "d" * 40, "", "xyz"], {}
+    pieces = list(stream(model, prompts, **options))
+    for index, expected in enumerate(generate(model, prompts, **options)):
+        own = [piece for piece in pieces if piece.index == index]
+        assert "".join(piece.text for piece in own) == expected.text and sum((piece.tokens for piece in own), []) == expected.tokens
+        assert [piece.result for piece in own] == [None] * (len(own) - 1) + [expected]
+        whole[index] = [len(piece.tokens) for piece in own]
+    assert whole[0] == [1, 32, 32, 5]
+
+
+def test_the_first_text_needs_the_prefill_and_one_chunk_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunks = []
+    monkeypatch.setattr(loop, "_chunk", lambda *a, real=loop._chunk: chunks.append(1) or real(*a))
+    pieces = stream(tiny(), [prompt(5)], max_new_tokens=150, seed=1)
+    assert not chunks, "nothing is computed before the first piece is asked for"
+    next(pieces)
+    assert len(chunks) == 1
+    next(pieces)
+    assert len(chunks) == 2, "the next chunk is under way while the caller has this one"
+
+
+def test_bad_input_of_a_stream_is_refused_at_the_call() -> None:
+    with pytest.raises(InputError, match="top_k=-1"):
+        stream(tiny(), [[1]], max_new_tokens=3, top_k=-1)
+
+
+def test_a_stop_string_ends_its_row_alone() -> None:
+    model, prompts = tiny(), ["a", "bc 🤗", "d" * 40, "", "xyz"]
+    free = generate(model, prompts, max_new_tokens=100, seed=3, tokenizer=BYTES, eos_token_id=None)
+    stop = free[1].text[11:13]
+    cut = generate(model, prompts, max_new_tokens=100, seed=3, tokenizer=BYTES, eos_token_id=None, stop=["not there at all", stop])
+    for before, after in zip(free, cut, strict=True):
+        place = before.text.find(stop)
+        if place < 0:
+            assert after == before
+        else:
+            assert after.text == before.text[:place] and after.finish_reason == "stop" and after.stop == stop
+            assert after.tokens == before.tokens[: len(after.tokens)] and BYTES.decode(after.tokens).endswith(stop)
+    assert cut[1].stop == stop and cut[1].text == free[1].text[: free[1].text.index(stop)]
+
+
+def test_the_loop_ends_once_every_row_has_its_stop_string(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunks = []
+    monkeypatch.setattr(loop, "_chunk", lambda *a, real=loop._chunk: chunks.append(1) or real(*a))
+    text = generate(tiny(), ["a"], max_new_tokens=200, seed=3, tokenizer=BYTES, eos_token_id=None)[0].text
+    everything = len(chunks)
+    generate(tiny(), ["a"], max_new_tokens=200, seed=3, tokenizer=BYTES, eos_token_id=None, stop=text[2:5])
+    assert everything == 7 and len(chunks) - everything == 2, "one chunk with the string in it, one that was under way"
+
+
+def test_several_samples_of_each_prompt() -> None:
+    model = tiny()
+    samples = generate(model, [prompt(3), prompt(9)], max_new_tokens=20, seed=[5, 9], num_samples=3, top_k=[0, 20])
+    for i, (ids, top_k) in enumerate([(prompt(3), 0), (prompt(9), 20)]):
+        for j in range(3):
+            assert samples[3 * i + j] == generate(model, [ids], max_new_tokens=20, seed=[5, 9][i] + j, top_k=top_k)[0]
+    assert len({tuple(row.tokens) for row in samples}) == 6
+
+
+def test_logprobs_are_the_models_own() -> None:
+    model, prompts = tiny(), RAGGED[:2]
+    results = generate(model, prompts, max_new_tokens=36, seed=2, temperature=0.7, top_k=30, repetition_penalty=1.5, logprobs=3, eos_token_id=None)
+    for ids, result in zip(prompts, results, strict=True):
+        log_probs = np.asarray(jax.nn.log_softmax(model(jnp.asarray([[*ids, *result.tokens]]))[0]))[len(ids) - 1 : -1]
+        np.testing.assert_allclose(result.logprobs, log_probs[np.arange(36), result.tokens], atol=1e-4)
+        for row, top in zip(log_probs, result.top_logprobs, strict=True):
+            assert list(top) == np.argsort(-row)[:3].tolist()
+            np.testing.assert_allclose(list(top.values()), np.sort(row)[::-1][:3], atol=1e-4)
+    only = generate(model, prompts, max_new_tokens=36, seed=2, temperature=0.7, top_k=30, repetition_penalty=1.5, logprobs=0, eos_token_id=None)
+    assert [row.tokens for row in only] == [row.tokens for row in results] and only[0].top_logprobs == [{}] * 36
+    np.testing.assert_allclose(only[0].logprobs, results[0].logprobs, atol=1e-6)
+
+
+def slow_slide(model: Any, ids: list[int], count: int) -> list[int]:
+    """Greedy over windows: once the context is full, its last half is the next prompt."""
+    C, window, new = model.config.n_positions, list(ids), []
+    while len(new) < count:
+        more = slow_greedy(model, window, min(count - len(new), C + 1 - len(window)))
+        new, window = [*new, *more], [*window, *more]
+        window = window[-(C // 2) :] if len(window) > C else window
+    return new
+
+
+def test_a_full_context_slides_on_request() -> None:
+    """Rows slide each at its own time, as they do alone; a prompt that is too long starts with its last half window."""
+    model = tiny(n_positions=75)
+    prompts = [prompt(70), prompt(4), prompt(33), prompt(75), prompt(100)]
+    results = generate(model, prompts, max_new_tokens=120, overflow="slide", **GREEDY)
+    for ids, result in zip([*prompts[:4], prompts[4][-37:]], results, strict=True):
+        assert result.tokens == slow_slide(model, ids, 120)
+    eos = next(token for token in results[0].tokens[10:] if token not in results[0].tokens[:10])
+    ended = generate(model, prompts, max_new_tokens=120, overflow="slide", temperature=0, eos_token_id=eos)
+    for free, row in zip(results, ended, strict=True):
+        assert row.tokens == (free.tokens[: free.tokens.index(eos) + 1] if eos in free.tokens else free.tokens)
+
+
+def test_settings_that_leave_no_token_are_reported() -> None:
+    with pytest.raises(InputError, match="leave no token that may follow prompt 0"):
+        generate(tiny(), [[1]], max_new_tokens=2, forbidden_tokens=list(range(257)))

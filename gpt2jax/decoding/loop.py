@@ -21,6 +21,7 @@ from gpt2jax.decoding.filters import History, Sampling, draw
 from gpt2jax.decoding.weights import logits
 from gpt2jax.model.cache import DecodeState
 from gpt2jax.model.gpt2 import GPT2
+from gpt2jax.parallel.mesh import rows_sharding
 
 #: Steps of a chunk: also the slots of the live cache.
 CHUNK = 32
@@ -98,7 +99,7 @@ class Decoder:
     def extend(self, more: Sequence[Sequence[int]]) -> None:
         """More tokens for every row, at least one each."""
         self._commit()
-        tokens_BT, length_B = _padded(more, prompt_bucket(max(map(len, more)), self.model.config.n_positions))
+        tokens_BT, length_B = self._placed(more, prompt_bucket(max(map(len, more)), self.model.config.n_positions))
         self._make_room(tokens_BT.shape[1])
         self._hidden_BD, self.state = _extend(self.model, tokens_BT, length_B, self.state)
         self._filled += max(map(len, more))
@@ -134,7 +135,7 @@ class Decoder:
                 return
 
     def _start(self, rows: Sequence[Sequence[int]], prompt_lengths: Sequence[int], drawn: int, stopped_B: np.ndarray) -> Carry:
-        token_BH, count_B = map(jnp.asarray, _padded(rows, self._slots + CHUNK + 1))
+        token_BH, count_B = self._placed(rows, self._slots + CHUNK + 1)
         history = History(token_BH, count_B, jnp.asarray(prompt_lengths, jnp.int32))
         return Carry(self.state, history, jnp.zeros_like(count_B), jnp.asarray(stopped_B.copy()), jnp.int32(drawn))
 
@@ -150,9 +151,13 @@ class Decoder:
         return self.state.slots.valid_BS.shape[1]
 
     def _prefill(self, rows: Sequence[Sequence[int]]) -> None:
-        tokens_BT, length_B = _padded(rows, prompt_bucket(max(map(len, rows)), self.model.config.n_positions))
+        tokens_BT, length_B = self._placed(rows, prompt_bucket(max(map(len, rows)), self.model.config.n_positions))
         self._filled, self._recent = max(map(len, rows)), 0
         self._hidden_BD, self.state = _prefill(self.model, tokens_BT, length_B, slots=cache_bucket(tokens_BT.shape[1]))
+
+    def _placed(self, rows: Sequence[Sequence[int]], length: int) -> tuple[jax.Array, jax.Array]:
+        """`_padded`, on the devices that the model lies on."""
+        return jax.device_put(_padded(rows, length), rows_sharding(self.model, len(rows)))
 
     def _gather(self, index: Sequence[int]) -> None:
         self._hidden_BD, self.state = _gather(self._hidden_BD, self.state, np.array(index, np.int32))
