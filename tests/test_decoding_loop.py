@@ -127,7 +127,7 @@ def test_programs_are_compiled_once_a_bucket() -> None:
         settings = dict(temperature=i / 10, top_k=17 * i, top_p=1 - i / 30, min_p=i / 99, typical_p=1 - i / 40, repetition_penalty=1 + i / 9)
         settings |= dict(presence_penalty=i / 7, frequency_penalty=-i / 8, no_repeat_ngram_size=i, min_new_tokens=i, logit_bias={j: j / 7 for j in range(i)})
         settings |= dict(forced_tokens={i: i}, forbidden_tokens=list(range(200, 200 + i)))
-        generate(model, [prompt(1 + 5 * i)], max_new_tokens=40 + i, seed=i, eos_token_id=i, **settings)
+        generate(model, [prompt(1 + 5 * i)], max_new_tokens=70 + i, seed=i, eos_token_id=None, **settings)
     added = {name: program._cache_size() - before[name] for name, program in {**programs, **others}.items()}
     assert added["prefill"] == 4  # 16, 32, 64, 128
     assert added["first"] == 1 and added["chunk"] == 2 and added["commit"] == 2 and added["grow"] == 1 >= added["longer"]  # caches of 128 and 256

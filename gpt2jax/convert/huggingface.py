@@ -8,6 +8,7 @@ Letters: V vocabulary, C context, D width, F inner width of the MLP.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -97,11 +98,11 @@ def load_huggingface(folder: Path) -> GPT2:
         tensors.rename({HEAD: "wte.weight"})  # tied weights are one tensor, and some writers keep the other of its two names
     _check_tensors(tensors, config)
     model = abstract_model(config)
-    parameters: dict[str, jax.Array] = {}
     # the largest first, while there is most room for the copy that goes to the device
-    for name, leaf in sorted(named_parameters(model).items(), key=lambda item: -item[1].size):
-        parameters[name] = jax.device_put(_read_parameter(tensors, name, leaf.shape, config))
-    return with_parameters(model, parameters)
+    leaves = sorted(named_parameters(model).items(), key=lambda item: -item[1].size)
+    with ThreadPoolExecutor(2) as pool:  # numpy checks and copies without Python's lock
+        arrays = pool.map(lambda item: jax.device_put(_read_parameter(tensors, item[0], item[1].shape, config)), leaves)
+        return with_parameters(model, dict(zip((name for name, _ in leaves), arrays, strict=True)))
 
 
 def read_config(folder: Path) -> ModelConfig:

@@ -68,6 +68,7 @@ def filtered_log_probs(logits_BV: jax.Array, sampling: Sampling, history: Histor
     return jax.nn.log_softmax(_scores(logits_BV, sampling, history, step), -1)
 
 
+@jax.jit  # traced once for the first token and the loop
 def draw(logits_BV: jax.Array, sampling: Sampling, history: History, step: jax.Array) -> jax.Array:
     """The next token of each row, int32 [B]; BROKEN in rows whose logits hold NaN or +inf, STUCK in rows where no token may come.
 

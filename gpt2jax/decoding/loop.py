@@ -59,12 +59,12 @@ class Drawn:
 
 def prompt_bucket(length: int, n_positions: int) -> int:
     """The padded length of a prompt: a power of two from 16 on, at most the context."""
-    return min(_power_of_two(max(length, _SMALLEST_PROMPT)), n_positions)
+    return min(power_of_two(max(length, _SMALLEST_PROMPT)), n_positions)
 
 
 def cache_bucket(slots: int) -> int:
     """The slots of a frozen cache that holds `slots`: a power of two from 128 on."""
-    return _power_of_two(max(slots, _SMALLEST_CACHE))
+    return power_of_two(max(slots, _SMALLEST_CACHE))
 
 
 class Decoder:
@@ -120,19 +120,24 @@ class Decoder:
         """
         self._commit()
         carry = self._start(rows, prompt_lengths, drawn, stopped_B)
-        carry, out = _first(self.model, self._hidden_BD, carry, sampling, self.alternatives)
-        steps, left = 1, new_tokens - 1
-        while True:
-            ready, taken, steps = out, steps, min(CHUNK, left)
-            if steps:
-                carry = self._with_room(carry)
-                carry, out = _chunk(self.model, carry.state.frozen, _without_frozen(carry), sampling, stopped_B.copy(), np.int32(steps), self.alternatives)
-                carry = _with_state(carry, dataclasses.replace(carry.state, frozen=self.state.frozen))
-                self.state, self._recent, left = carry.state, steps, left - steps
-            drawn_by_now, done_B = ready
-            yield jax.tree.map(lambda x, taken=taken: np.asarray(x)[:, :taken], drawn_by_now)
-            if not steps or np.asarray(done_B).all():
-                return
+        carry, (drawn_now, done_B) = _first(self.model, self._hidden_BD, carry, sampling, self.alternatives)
+        yield _on_host(drawn_now, 1)
+        if np.asarray(done_B).all():
+            return
+        waiting = None  # a chunk under way
+        for left in range(new_tokens - 1, 0, -CHUNK):
+            steps, carry = min(CHUNK, left), self._with_room(carry)
+            carry, out = _chunk(self.model, carry.state.frozen, _without_frozen(carry), sampling, stopped_B.copy(), np.int32(steps), self.alternatives)
+            carry = _with_state(carry, dataclasses.replace(carry.state, frozen=self.state.frozen))
+            self.state, self._recent = carry.state, steps
+            if waiting is not None:
+                (drawn_now, done_B), taken = waiting
+                yield _on_host(drawn_now, taken)
+                if np.asarray(done_B).all():
+                    return
+            waiting = out, steps
+        if waiting is not None:
+            yield _on_host(waiting[0][0], waiting[1])
 
     def _start(self, rows: Sequence[Sequence[int]], prompt_lengths: Sequence[int], drawn: int, stopped_B: np.ndarray) -> Carry:
         token_BH, count_B = self._placed(rows, self._slots + CHUNK + 1)
@@ -246,6 +251,11 @@ def _take(model: GPT2, hidden_BD: jax.Array, carry: Carry, sampling: Sampling, a
     return dataclasses.replace(carry, history=carry.history.push(token_B), token_B=token_B, done_B=done_B, drawn=carry.drawn + 1), out
 
 
+def _on_host(drawn: Drawn, steps: int) -> Drawn:
+    """The first `steps` of them as numpy arrays."""
+    return jax.tree.map(lambda x: np.asarray(x)[:, :steps], drawn)
+
+
 def _with_state(carry: Carry, state: DecodeState) -> Carry:
     return dataclasses.replace(carry, state=state)
 
@@ -268,5 +278,6 @@ def _padded(rows: Sequence[Sequence[int]], length: int) -> tuple[np.ndarray, np.
     return tokens_BT, np.array([len(ids) for ids in rows], np.int32)
 
 
-def _power_of_two(n: int) -> int:
+def power_of_two(n: int) -> int:
+    """The least one that is at least n."""
     return 1 << (n - 1).bit_length()

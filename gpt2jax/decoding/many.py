@@ -50,7 +50,7 @@ def sample_file(
     samples = options.get("num_samples", 1)
     done = _finished(out, job, samples)
     end_of_text = end_of_text_id(model.config, tokenizer)
-    lengths = [len(prompt_ids(i, row["prompt"], model.config, tokenizer, end_of_text)) for i, row in enumerate(rows)]
+    lengths = [len(prompt_ids(f"prompt {i}", row["prompt"], model.config, tokenizer, end_of_text)) for i, row in enumerate(rows)]
     for i, row in enumerate(rows):  # all of them before the first is computed
         try:
             _request(model, [row], tokenizer, options)

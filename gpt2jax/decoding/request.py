@@ -69,7 +69,7 @@ class Request:
             eos = eos_token_id
             if eos is not None:
                 check_ids(f"eos_token_id={_short(eos)}", [eos], config.vocab_size)
-        ids = [prompt_ids(place, prompt, config, tokenizer, end_of_text) for place, prompt in enumerate(prompts)]
+        ids = [prompt_ids(f"prompt {place}", prompt, config, tokenizer, end_of_text) for place, prompt in enumerate(prompts)]
         for place, prompt in enumerate(ids):
             if overflow == "slide" and config.n_positions >= 2:
                 ids[place] = prompt if len(prompt) <= config.n_positions else prompt[-(config.n_positions // 2) :]
@@ -106,9 +106,8 @@ def check_count(name: str, value: Any, least: int = 1, most: int | None = None) 
     return int(value)
 
 
-def prompt_ids(place: int, prompt: Any, config: ModelConfig, tokenizer: Tokenizer | None, end_of_text: int | None) -> list[int]:
-    """The ids of one prompt, checked against the vocabulary."""
-    name = f"prompt {place}"
+def prompt_ids(name: str, prompt: Any, config: ModelConfig, tokenizer: Tokenizer | None, end_of_text: int | None) -> list[int]:
+    """The ids of one prompt, which messages call `name`, checked against the vocabulary."""
     if isinstance(prompt, str):
         if tokenizer is None:
             raise InputError(f"{name} is a string, which needs a tokenizer; pass tokenizer=, or token ids")

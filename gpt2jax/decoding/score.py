@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from gpt2jax.config import ModelConfig
-from gpt2jax.decoding.loop import _power_of_two, prompt_bucket
+from gpt2jax.decoding.loop import power_of_two, prompt_bucket
 from gpt2jax.decoding.request import Prompt, end_of_text_id, prompt_ids
 from gpt2jax.errors import InputError
 from gpt2jax.model.gpt2 import GPT2
@@ -96,7 +96,7 @@ def _checked(
     for place, (text, before) in enumerate(zip(texts, befores, strict=True)):
         if hasattr(text, "__len__") and len(text) == 0:
             raise InputError(f"text {place} is empty: it has no token to score; leave it out")
-        ids = prompt_ids(place, text, config, tokenizer, end_of_text)
+        ids = prompt_ids(f"text {place}", text, config, tokenizer, end_of_text)
         if not before:
             before, ids = ids[:1], ids[1:]
         if not ids:
@@ -117,10 +117,10 @@ def _contexts(
     if context is None:
         return [[] if end_of_text is None else [end_of_text]] * texts
     if isinstance(context, str) or not hasattr(context, "__len__") or not any(hasattr(item, "__len__") for item in context):
-        return [prompt_ids(0, context, config, tokenizer, end_of_text)] * texts
+        return [prompt_ids("context", context, config, tokenizer, end_of_text)] * texts
     if len(context) != texts:
         raise InputError(f"context has {len(context)} entries for {texts} texts; pass one for all, or one for each text")
-    return [prompt_ids(place, item, config, tokenizer, end_of_text) for place, item in enumerate(context)]
+    return [prompt_ids(f"context {place}", item, config, tokenizer, end_of_text) for place, item in enumerate(context)]
 
 
 def _batches(lengths: list[int], n_positions: int) -> dict[int, list[int]]:
@@ -133,7 +133,7 @@ def _batches(lengths: list[int], n_positions: int) -> dict[int, list[int]]:
 
 def _log_probs_of(model: GPT2, rows: list[tuple[list[int], list[int]]], length: int) -> np.ndarray:
     """Float32 [B, T]: at each place the log-probability of the next id. B is rounded up to a power of two, so that few sizes are ever compiled."""
-    tokens_BT = np.zeros((_power_of_two(len(rows)), length + 1), np.int32)
+    tokens_BT = np.zeros((power_of_two(len(rows)), length + 1), np.int32)
     for row_T, (before, ids) in zip(tokens_BT, rows, strict=False):
         row_T[: len(before) + len(ids)] = before + ids
     return np.asarray(_next_log_probs(model, tokens_BT[:, :-1], tokens_BT[:, 1:]))

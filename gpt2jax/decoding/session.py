@@ -44,7 +44,9 @@ class Session:
 
     def send(self, more: Prompt, **options: Unpack[Options]) -> Iterator[Piece]:
         """Add to the text (a string or ids; nothing is put between) and continue it, as `gpt2jax.stream` does. Both become part of the text."""
-        new = prompt_ids(0, more, self.model.config, self.tokenizer, end_of_text_id(self.model.config, self.tokenizer)) if len(more) or not self.tokens else []
+        config, new = self.model.config, list[int]()
+        if len(more) or not self.tokens:
+            new = prompt_ids("prompt 0", more, config, self.tokenizer, end_of_text_id(config, self.tokenizer))
         return self.stream([*self.tokens, *new], **options)
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Iterator[Piece]:

@@ -79,7 +79,7 @@ class GPT2(nnx.Module):
         x_BTD = self._embed(tokens_BT, span, None)
         frozen, live = [], []
         for block in self.unstacked():
-            x_BTD, entry = block(x_BTD, span)
+            x_BTD, entry = _whole(block, x_BTD, span)
             layer_frozen, layer_live = block.mixer.start(entry, slots, recent)
             frozen.append(layer_frozen)
             live.append(layer_live)
@@ -101,7 +101,7 @@ class GPT2(nnx.Module):
         x_BTD = self._embed(tokens_BT, span, None)
         live = []
         for block, layer_frozen, layer_live in zip(self.unstacked(), state.frozen, state.live, strict=True):
-            x_BTD, layer_live = block.step(x_BTD, layer_frozen, layer_live, slots, span)
+            x_BTD, layer_live = _step(block, x_BTD, layer_frozen, layer_live, slots, span)
             live.append(layer_live)
         return self.norm(x_BTD), DecodeState(state.frozen, tuple(live), slots, state.length_B + count_BT[:, -1])
 
@@ -170,6 +170,11 @@ def check_tokens(tokens_BT: jax.Array, config: ModelConfig) -> None:
         raise InputError(f"tokens must be integers of shape [batch, tokens], not {tokens_BT.dtype}{list(tokens_BT.shape)}")
     if not 1 <= tokens_BT.shape[1] <= config.n_positions:
         raise InputError(f"{tokens_BT.shape[1]} tokens do not fit the context of n_positions={config.n_positions}; pass between 1 and {config.n_positions}")
+
+
+# traced and lowered once for all layers of a kind, which is most of what a decode loop's start costs; XLA inlines the calls
+_whole = jax.jit(lambda block, x_BTD, span: block(x_BTD, span))
+_step = jax.jit(lambda block, x_BTD, frozen, live, slots, span: block.step(x_BTD, frozen, live, slots, span))
 
 
 def _last(x_BTD: jax.Array, length_B: jax.Array) -> jax.Array:
