@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import json
 import subprocess
 import sys
@@ -70,6 +71,27 @@ def test_the_default_prompt_is_the_end_of_text(sample: Callable[..., int], capsy
         (["--seed", "4294967295", "--num-samples", "2"], "seed=4294967296"),
         (["--num-samples", "0"], "--num-samples=0"),
         (["--prompt", "x\udcffy"], "--prompt is not valid UTF-8"),
+        (["--top-p", "0"], "top_p=0.0"),
+        (["--typical-p", "1.5"], "typical_p=1.5"),
+        (["--min-p", "-1"], "min_p=-1.0"),
+        (["--repetition-penalty", "0"], "repetition_penalty=0.0"),
+        (["--logit-bias", "a=1"], "logit_bias="),
+        (["--stop", ""], "--stop='' is empty"),
+        (["--stop", "\udcff"], "--stop is not valid UTF-8"),
+        (["--batch-size", "0", "--prompts", "p", "--out", "o"], "--batch-size=0"),
+        (["--mesh", "data=x"], "--mesh=data=x must name sizes"),
+        (["--mesh", "rows=2"], "--mesh=rows=2"),
+        (["--stream", "--json"], "--stream does not go with --json"),
+        (["--stream", "--num-samples", "2"], "--stream does not go with --num-samples"),
+        (["--prompts", "p", "--out", "o", "--prompt", "x"], "--prompts does not go with --prompt"),
+        (["--prompts", "p", "--out", "o", "--stream"], "--prompts does not go with --stream"),
+        (["--prompts", "p"], "--prompts needs --out"),
+        (["--out", "o"], "--out needs --prompts"),
+        (["--batch-size", "3"], "--batch-size needs --prompts"),
+        (["--logprobs", "3"], "--logprobs needs --json or --prompts"),
+        (["--interactive", "--json"], "--interactive does not go with --json"),
+        (["--draft-tokens", "3"], "--draft-tokens needs --draft"),
+        (["--prompts", "nowhere.jsonl", "--out", "o"], "cannot read nowhere.jsonl"),
     ],
 )
 def test_bad_values_are_refused_before_the_model_is_loaded(sample: Callable[..., int], arguments: list[str], message: str) -> None:
@@ -97,3 +119,56 @@ def test_the_dtype_goes_to_the_loader(sample: Callable[..., int]) -> None:
 def test_the_options_import_no_jax() -> None:
     code = "import sys, gpt2jax.decoding.command; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_stream_prints_what_a_call_prints(sample: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--prompt", "añ", "--max-new-tokens", "50", "--seed", "5", "--top-p", "0.9", "--stop", "zzzz"]
+    assert sample(*options) == 0
+    whole = capsys.readouterr().out
+    assert sample(*options, "--stream") == 0
+    assert capsys.readouterr().out == whole
+
+
+def test_settings_reach_the_sampler(sample: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [
+        "--logit-bias",
+        "5=2.5,9=-3",
+        "--forced-tokens",
+        "0=65,-1=66",
+        "--forbidden-tokens",
+        "70,71",
+        "--no-repeat-ngram-size",
+        "2",
+        "--frequency-penalty",
+        "0.5",
+    ]
+    assert sample("--prompt", "a", "--max-new-tokens", "9", *flags, "--json", "--logprobs", "2", "--overflow", "slide") == 0
+    line = json.loads(capsys.readouterr().out)
+    settings = dict(logit_bias={5: 2.5, 9: -3}, forced_tokens={0: 65, -1: 66}, forbidden_tokens=[70, 71], no_repeat_ngram_size=2, frequency_penalty=0.5)
+    expected = generate(tiny(), ["a"], max_new_tokens=9, tokenizer=BYTES, logprobs=2, **settings)[0]
+    assert line["tokens"] == expected.tokens and line["tokens"][0] == 65 and line["tokens"][-1] == 66
+    assert line["logprobs"] == pytest.approx(expected.logprobs) and len(line["top_logprobs"][0]) == 2
+
+
+def test_a_file_of_prompts(sample: Callable[..., int], tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n{"prompt": "longer"}\n')
+    files = ["--prompts", str(tmp_path / "p.jsonl"), "--out", str(tmp_path / "o.jsonl")]
+    assert sample(*files, "--max-new-tokens", "9", "--batch-size", "2", "--seed", "4") == 0
+    rows = [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()]
+    expected = generate(tiny(), ["a", "longer"], max_new_tokens=9, seed=[4, 5], tokenizer=BYTES)
+    assert [(row["prompt"], row["tokens"]) for row in rows] == [("a", expected[0].tokens), ("longer", expected[1].tokens)]
+    assert capsys.readouterr().out == ""
+    with pytest.raises(InputError, match="o.jsonl exists"):
+        sample(*files)
+
+
+def test_a_conversation(sample: Callable[..., int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n there\n/undo\n again\n/new\nhello\n" + "x" * 300 + "\n/exit\nnot read\n"))
+    assert sample("--interactive", "--max-new-tokens", "8", "--temperature", "0") == 0
+    printed = capsys.readouterr()
+    greedy = lambda text: generate(tiny(), [text], max_new_tokens=8, temperature=0, tokenizer=BYTES)[0]  # noqa: E731
+    first = greedy("hello")
+    ids = [*b"hello", *first.tokens]
+    second, third = (generate(tiny(), [[*ids, *more]], max_new_tokens=8, temperature=0, tokenizer=BYTES)[0].text for more in (b" there", b" again"))
+    assert printed.out == "".join(f"{text}\n" for text in (first.text, second, third, first.text))
+    assert "[13 tokens; 0 of the prompt were in the cache]" in printed.err and "/new starts over" in printed.err.splitlines()[-1]

@@ -212,6 +212,9 @@ def test_arrays_of_ids_are_taken() -> None:
         (dict(logprobs=True), "logprobs=True"),
         (dict(overflow="wrap"), "overflow='wrap'"),
         (dict(topp=0.5), "no option 'topp'"),
+        (dict(draft_model=tiny(vocab_size=300)), "draft model has a vocabulary of 300 ids and the model one of 257"),
+        (dict(draft_model=tiny(), draft_tokens=0), "draft_tokens=0"),
+        (dict(draft_model=tiny(), overflow="slide"), "does not go with a draft model"),
     ],
 )
 def test_bad_input_is_refused_in_one_line_before_any_compute(change: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,3 +353,17 @@ def test_a_full_context_slides_on_request() -> None:
 def test_settings_that_leave_no_token_are_reported() -> None:
     with pytest.raises(InputError, match="leave no token that may follow prompt 0"):
         generate(tiny(), [[1]], max_new_tokens=2, forbidden_tokens=list(range(257)))
+
+
+def test_a_draft_model_changes_no_greedy_token() -> None:
+    model = tiny()
+    draft = jax.tree.map(lambda leaf: leaf * 1.01, model)
+    plain = generate(model, RAGGED, max_new_tokens=45, temperature=0, eos_token_id=EOT, logprobs=2)
+    drafted = generate(model, RAGGED, max_new_tokens=45, temperature=0, eos_token_id=EOT, logprobs=2, draft_model=draft, draft_tokens=3)
+    assert [row.tokens for row in drafted] == [row.tokens for row in plain] and [row.finish_reason for row in drafted] == [row.finish_reason for row in plain]
+    for one, other in zip(plain, drafted, strict=True):
+        assert one.draft_acceptance is None and 0 < other.draft_acceptance <= 1
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
+    text = generate(model, ["abc"], max_new_tokens=60, temperature=0, tokenizer=BYTES, eos_token_id=None)[0].text
+    cut = generate(model, ["abc"], max_new_tokens=60, temperature=0, tokenizer=BYTES, eos_token_id=None, stop=text[20:22], draft_model=draft)[0]
+    assert cut.text == text[: text.index(text[20:22])] and cut.finish_reason == "stop"

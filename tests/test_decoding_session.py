@@ -108,7 +108,12 @@ def test_a_mixer_that_cannot_forget(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_bad_input_is_refused_at_the_call() -> None:
     session = Session(tiny())
-    for options, message in [(dict(num_samples=2), "one row"), (dict(top_p=0), "top_p=0"), (dict(frob=1), "no option 'frob'")]:
+    for options, message in [
+        (dict(num_samples=2), "drop num_samples"),
+        (dict(draft_model=tiny()), "drop draft_model"),
+        (dict(top_p=0), "top_p=0"),
+        (dict(frob=1), "no option 'frob'"),
+    ]:
         with pytest.raises(InputError, match=message):
             session.stream([1, 2], max_new_tokens=4, **options)
     with pytest.raises(InputError, match="needs a tokenizer"):

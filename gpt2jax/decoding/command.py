@@ -47,6 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default = f" (default: {setting.default})" if isinstance(setting.default, (int, float)) else ""
         settings.add_argument(f"--{name.replace('_', '-')}", type=setting.kind, metavar=name.rpartition("_")[2].upper(), help=setting.help + default)
 
+    parser.add_argument("--draft", metavar="MODEL", help="a smaller model of the same vocabulary that drafts tokens for the model to check")
+    parser.add_argument("--draft-tokens", type=int, metavar="N", help="tokens drafted at a time (default: 4)")
+    parser.add_argument("--mesh", metavar="data=N,tensor=N", help="devices to spread rows and weights over")
     parser.add_argument("--compute-dtype", choices=("float32", "bfloat16"), help="dtype of matmuls (default: the model's)")
 
 
@@ -54,6 +57,7 @@ def run_sample(options: argparse.Namespace) -> int:
     """Load the model, continue the prompt, print. Returns the exit status 0; raises InputError for bad input, most of it before the model is loaded."""
     settings = {name: getattr(options, name) for name in SETTINGS if getattr(options, name) is not None}
     _check(options, settings)
+    mesh = _read_mesh(options.mesh)
     prompts = None
     if options.prompts is not None:
         from gpt2jax.decoding.many import read_prompts
@@ -68,6 +72,13 @@ def run_sample(options: argparse.Namespace) -> int:
     if tokenizer is None:
         raise InputError(f"{options.model} has no tokenizer, which a prompt needs; put its tokenizer.json beside the weights")
     common = {**settings, "stop": options.stop, "overflow": options.overflow}
+    if options.draft is not None:
+        common |= {"draft_model": load(options.draft, compute_dtype=options.compute_dtype)[0], "draft_tokens": options.draft_tokens or 4}
+    if mesh is not None:
+        from gpt2jax.parallel.mesh import shard
+
+        model = shard(model, **mesh)
+        common |= {"draft_model": shard(common["draft_model"], **mesh)} if options.draft is not None else {}
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character must not lose the rest
     if prompts is not None:
@@ -105,22 +116,39 @@ def _check(options: argparse.Namespace, settings: dict[str, Any]) -> None:
     if options.batch_size is not None and options.batch_size < 1:
         raise InputError(f"--batch-size={options.batch_size} must be 1 or more")
     given = {
-        name for name in ("prompt", "stream", "json", "logprobs", "prompts", "out", "batch_size", "interactive") if getattr(options, name) not in (None, False)
+        name
+        for name in ("prompt", "stream", "json", "logprobs", "prompts", "out", "batch_size", "interactive", "draft", "draft_tokens")
+        if getattr(options, name) not in (None, False)
     }
     if options.num_samples > 1:
         given.add("num_samples")
     refused = {
         "prompts": {"prompt", "stream", "json", "interactive"},
-        "interactive": {"prompt", "json", "logprobs", "num_samples", "out", "batch_size"},
+        "interactive": {"prompt", "json", "logprobs", "num_samples", "out", "batch_size", "draft"},
         "stream": {"json", "logprobs", "num_samples", "out", "batch_size"},
     }
     flag = lambda name: "--" + name.replace("_", "-")  # noqa: E731
     for mode, others in refused.items():
         if mode in given and given & others:
             raise InputError(f"{flag(mode)} does not go with {flag(min(given & others))}; drop one of the two")
-    for name, needed in (("out", ["prompts"]), ("batch_size", ["prompts"]), ("prompts", ["out"]), ("logprobs", ["json", "prompts"])):
+    for name, needed in (
+        ("out", ["prompts"]),
+        ("batch_size", ["prompts"]),
+        ("prompts", ["out"]),
+        ("logprobs", ["json", "prompts"]),
+        ("draft_tokens", ["draft"]),
+    ):
         if name in given and not given & set(needed):
             raise InputError(f"{flag(name)} needs {' or '.join(map(flag, needed))}")
+
+
+def _read_mesh(text: str | None) -> dict[str, int] | None:
+    if text is None:
+        return None
+    sizes = dict(part.partition("=")[::2] for part in text.split(","))
+    if not sizes.keys() <= {"data", "tensor"} or not all(size.isdecimal() for size in sizes.values()):
+        raise InputError(f"--mesh={text} must name sizes, as in data=2,tensor=4")
+    return {axis: int(size) for axis, size in sizes.items()}
 
 
 def _room(model: GPT2, lengths: list[int], overflow: str) -> int:
@@ -146,7 +174,7 @@ def _sample_file(options: argparse.Namespace, model: GPT2, tokenizer: Tokenizer,
     lengths = [len(tokenizer.encode(row["prompt"]) if isinstance(row["prompt"], str) else row["prompt"]) for row in prompts]
     common["max_new_tokens"] = options.max_new_tokens or _room(model, [0, *lengths], options.overflow)
     more = dict(num_samples=options.num_samples, logprobs=options.logprobs, batch_size=options.batch_size or BATCH_SIZE)
-    sample_file(model, prompts, Path(options.out), tokenizer=tokenizer, made_with=f"{options.model} {options.compute_dtype}", **more, **common)
+    sample_file(model, prompts, Path(options.out), tokenizer=tokenizer, made_with=f"{options.model} {options.compute_dtype} {options.draft}", **more, **common)
     print(f"wrote {options.out}: {len(prompts)} prompts", file=sys.stderr)
     return 0
 

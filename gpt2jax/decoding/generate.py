@@ -14,6 +14,7 @@ from gpt2jax.decoding.loop import ENDED, Decoder, Drawn
 from gpt2jax.decoding.prepared import prepared
 from gpt2jax.decoding.request import Prompt, Request
 from gpt2jax.decoding.settings import Options
+from gpt2jax.decoding.speculative import SpeculativeDecoder, check_draft
 from gpt2jax.decoding.text import TextStream
 from gpt2jax.errors import InputError
 from gpt2jax.model.gpt2 import GPT2
@@ -26,7 +27,7 @@ class Generation:
     tokens: the new ids only, with the end-of-text id if it was drawn, and with those that a stop string ended in. text: their text without that token and cut
     before the stop string; None without a tokenizer. finish_reason: 'stop' if the model ended the text or a stop string came (then `stop` is that string),
     'length' if `max_new_tokens` ended it. logprobs, on request: of each token, under the model's own distribution, before all settings; top_logprobs: for each
-    token the likeliest ones at its place with theirs.
+    token the likeliest ones at its place with theirs. draft_acceptance, with a draft model: the share of its tokens that the row took.
     """
 
     tokens: list[int]
@@ -35,6 +36,7 @@ class Generation:
     stop: str | None = None
     logprobs: list[float] | None = None
     top_logprobs: list[dict[int, float]] | None = None
+    draft_acceptance: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,22 +76,26 @@ def stream(model: GPT2, prompts: Sequence[Prompt] | np.ndarray, **options: Unpac
 
     Arguments and errors are those of `generate`; bad input is refused at the call, before the first piece is asked for.
     """
-    return pieces(model, Request.checked(model.config, prompts, **options))
+    request = Request.checked(model.config, prompts, **options)
+    if request.draft_model is not None:
+        check_draft(model, request.draft_model, request.draft_tokens, max(map(len, request.rows)) + request.new_tokens - 1)
+    return pieces(model, request)
 
 
-def pieces(model: GPT2, request: Request, *, idle: int = 0, decoder: Decoder | None = None) -> Iterator[Piece]:
+def pieces(model: GPT2, request: Request, *, idle: int = 0, decoder: Decoder | SpeculativeDecoder | None = None) -> Iterator[Piece]:
     """What `stream` yields. The last `idle` rows only fill up a batch and give nothing; a `decoder` may bring a cache that begins as the prompts do."""
     rows = [_Row(request) for _ in request.rows]
     stopped_B = np.arange(len(rows)) >= len(rows) - idle
     for row in rows[len(rows) - idle :]:
         row.ended = True
-    left = request.new_tokens
-    for drawn in _run(model, request, stopped_B, decoder or Decoder(prepared(model, len(rows)), request.logprobs)):
-        left -= drawn.token.shape[1]
+    decoder = decoder or _decoder(model, request)
+    for drawn in _run(model, request, stopped_B, decoder):
         for index, row in enumerate(rows):
             if row.ended:
                 continue
-            piece = row.take(index, jax.tree.map(lambda x, index=index: x[index], drawn), last=left == 0)
+            piece = row.take(index, jax.tree.map(lambda x, index=index: x[index], drawn))
+            if piece.result is not None and isinstance(decoder, SpeculativeDecoder):
+                piece = dataclasses.replace(piece, result=dataclasses.replace(piece.result, draft_acceptance=decoder.acceptance.of(index)))
             stopped_B[index] = row.ended
             if piece.tokens:
                 yield piece
@@ -97,7 +103,15 @@ def pieces(model: GPT2, request: Request, *, idle: int = 0, decoder: Decoder | N
             return
 
 
-def _run(model: GPT2, request: Request, stopped_B: np.ndarray, decoder: Decoder) -> Iterator[Drawn]:
+def _decoder(model: GPT2, request: Request) -> Decoder | SpeculativeDecoder:
+    rows = len(request.rows)
+    if request.draft_model is None:
+        return Decoder(prepared(model, rows), request.logprobs)
+    ready = prepared(model, rows * (request.draft_tokens + 1)), prepared(request.draft_model, rows)
+    return SpeculativeDecoder(*ready, request.draft_tokens, request.logprobs)
+
+
+def _run(model: GPT2, request: Request, stopped_B: np.ndarray, decoder: Decoder | SpeculativeDecoder) -> Iterator[Drawn]:
     """New tokens of all rows as they come. Where the context is full, its last half is prefilled anew; so are the rows beside it, each from its own window."""
     context, windows, left = model.config.n_positions, request.rows, request.new_tokens
     cut = [len(row) - len(window) for row, window in zip(request.rows, windows, strict=True)]
@@ -132,8 +146,8 @@ class _Row:
         self.logprobs: list[float] = []
         self.top: list[dict[int, float]] = []
 
-    def take(self, index: int, drawn: Drawn, *, last: bool) -> Piece:
-        """Tokens up to the row's end; `last` marks the last block."""
+    def take(self, index: int, drawn: Drawn) -> Piece:
+        """A block's tokens, up to the row's end."""
         first, text = len(self.tokens), ""
         reason: Literal["stop", "length"] | None = None
         for k, token in enumerate(drawn.token.tolist()):
@@ -152,7 +166,7 @@ class _Row:
                 if self.stream.stop is not None:
                     reason = "stop"
                     break
-        if reason is None and last:
+        if reason is None and len(self.tokens) == self.request.new_tokens:
             reason = "length"
         if reason is not None and self.stream is not None:
             text += self.stream.finish()

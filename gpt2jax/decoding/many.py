@@ -46,7 +46,9 @@ def sample_file(
     other things. Raises InputError, before any compute, for whatever `generate` refuses.
     """
     rows = [_row(i, prompt, options) for i, prompt in enumerate(prompts)]
-    job = hashlib.sha256(json.dumps([made_with, [dict(p) for p in prompts], {k: repr(v) for k, v in sorted(options.items())}]).encode()).hexdigest()
+    job = hashlib.sha256(
+        json.dumps([made_with, [dict(p) for p in prompts], {k: repr(v) for k, v in sorted(options.items()) if k != "draft_model"}]).encode()
+    ).hexdigest()
     samples = options.get("num_samples", 1)
     done = _finished(out, job, samples)
     end_of_text = end_of_text_id(model.config, tokenizer)

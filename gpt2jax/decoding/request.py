@@ -15,6 +15,7 @@ from gpt2jax.decoding.settings import check_new_tokens, check_settings, check_te
 from gpt2jax.errors import InputError
 
 if TYPE_CHECKING:
+    from gpt2jax.model.gpt2 import GPT2
     from gpt2jax.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | np.ndarray
@@ -37,6 +38,8 @@ class Request:
     tokenizer: Tokenizer | None
     logprobs: int | None
     slide: bool
+    draft_model: GPT2 | None
+    draft_tokens: int
 
     @classmethod
     def checked(
@@ -51,6 +54,8 @@ class Request:
         num_samples: Any = 1,
         logprobs: Any = None,
         overflow: Any = "error",
+        draft_model: GPT2 | None = None,
+        draft_tokens: Any = 4,
         **settings: Any,
     ) -> Request:
         """InputError for whatever is out of range, or does not fit the model's vocabulary or context."""
@@ -78,8 +83,10 @@ class Request:
         allowed = config.vocab_size if tokenizer is None else tokenizer.n_vocab
         sizes = dict(allowed=allowed, samples=samples, new_tokens=new_tokens, positions=config.n_positions + 1)
         sampling = sampling_of(settings, len(prompts), config.vocab_size, eos=-1 if eos is None else eos, **sizes)
+        if draft_model is not None and overflow == "slide":
+            raise InputError("overflow='slide' does not go with a draft model; drop one of the two")
         rows = [prompt for prompt in ids for _ in range(samples)]
-        return cls(rows, new_tokens, sampling, eos, check_stops(stop, tokenizer), tokenizer, logprobs, overflow == "slide")
+        return cls(rows, new_tokens, sampling, eos, check_stops(stop, tokenizer), tokenizer, logprobs, overflow == "slide", draft_model, draft_tokens)
 
 
 def end_of_text_id(config: ModelConfig, tokenizer: Tokenizer | None) -> int | None:

@@ -51,8 +51,9 @@ class Session:
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Iterator[Piece]:
         """Continue this prompt instead of the text so far. Arguments and errors as those of `gpt2jax.stream`; one row, so no num_samples."""
-        if options.get("num_samples", 1) != 1:
-            raise InputError("a session has one row; drop num_samples")
+        for name, least in (("num_samples", 1), ("draft_model", None)):
+            if options.get(name, least) != least:
+                raise InputError(f"a session has one row and one cache; drop {name}")
         settings: dict[str, Any] = {"tokenizer": self.tokenizer, **options}
         return self._pieces(Request.checked(self.model.config, [prompt], **settings))
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Required, TypedDict
 from gpt2jax.errors import InputError
 
 if TYPE_CHECKING:
+    from gpt2jax.model.gpt2 import GPT2
     from gpt2jax.tokenizer import Tokenizer
 
 
@@ -58,6 +59,8 @@ class Options(Settings, total=False):
     stop: strings that end a row when its new text holds one of them.
     num_samples: rows for each prompt, which is prefilled once; their seeds count up from its own (default 1).
     logprobs: None, or how many of the likeliest tokens come with each token (0: only its own log-probability).
+    draft_model: a smaller model of the same vocabulary that drafts draft_tokens (default 4) tokens at a time, which the model checks in one step. Greedy tokens
+    stay the same; draws are other draws from the same distribution (see speculative.py).
     overflow: 'error' (default), or 'slide': go on past the context. When it is full, its last half becomes a new prompt (GPT-2's positions are absolute, so a
     window cannot move along), and penalties then count only what the model still sees. A prompt longer than the context starts with its last half window.
     """
@@ -68,6 +71,8 @@ class Options(Settings, total=False):
     stop: str | Sequence[str]
     num_samples: int
     logprobs: int | None
+    draft_model: GPT2 | None
+    draft_tokens: int
     overflow: Literal["error", "slide"]
 
 

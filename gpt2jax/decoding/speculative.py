@@ -174,7 +174,7 @@ def _round(
     """Draft, check, accept: new tokens [B, J], of which the first count_B are real."""
     B, V = carry.token_B.shape[0], model.config.vocab_size
     state, draft_state = (dataclasses.replace(state, frozen=part) for state, part in zip(carry.states, frozen, strict=True))
-    usable_B = jnp.minimum(J, carry.left_B)  # a row that is nearly full checks fewer drafts, and one that has ended none
+    usable_B = jnp.where(carry.left_B > 0, J, 0)  # a row that is nearly full checks fewer drafts, and one that has ended none
     valid_BJ = jnp.arange(J) < usable_B[:, None]
     index_BJ = carry.drawn_B[:, None] + jnp.arange(J)
 
