@@ -191,7 +191,7 @@ def test_draws_follow_the_models_own_distribution(monkeypatch: pytest.MonkeyPatc
     sizes = dict(vocab_size=V, n_positions=12, vocab_multiple=8)
     flat = lambda model: map_named(lambda name, leaf: leaf * (0.15 if name == "token_table" else 1), model)  # noqa: E731
     model, draft = flat(tiny(**sizes)), flat(tiny(**sizes, n_embd=6, n_layer=1))
-    ids, plain, filtered = [3, 1, 4, 1], dict(), dict(temperature=1.4, top_p=0.9, repetition_penalty=1.6, presence_penalty=0.3, min_p=0.02)
+    ids, plain, filtered = [3, 1, 4, 1], dict(), dict(temperature=1.4, top_p=0.9, repetition_penalty=1.8, presence_penalty=0.9, min_p=0.02)
     mixed = {name: [1.0, value] * (ROWS // 2) for name, value in filtered.items()} | {
         name: [0.0, filtered[name]] * (ROWS // 2) for name in ("presence_penalty", "min_p")
     }
@@ -205,15 +205,21 @@ def test_draws_follow_the_models_own_distribution(monkeypatch: pytest.MonkeyPatc
     assert 0.3 < np.mean(rates) < 0.85, "a draft that is always or never right would prove little"
     code = np.concatenate(texts) @ V ** np.arange(NEW)[::-1]
     for half, settings in enumerate((plain, filtered)):
-        counts = np.bincount(code[half::2], minlength=V**NEW)
-        expected = exact_joint(model, ids, settings) * counts.sum()
+        counts = np.bincount(code[half::2], minlength=V**NEW).reshape([V] * NEW)
+        expected = exact_joint(model, ids, settings).reshape([V] * NEW) * counts.sum()
         assert counts[expected == 0].sum() == 0, "a text that the filters rule out"
-        large = expected >= 8
-        counts, expected = np.append(counts[large], counts[~large].sum()), np.append(expected[large], expected[~large].sum())
-        deviation = (counts - expected) / np.sqrt(expected * (1 - expected / counts.sum()))
-        assert np.abs(deviation).max() < 4
-        chi_square, degrees = ((counts - expected) ** 2 / expected).sum(), len(counts) - 1
-        assert degrees > 100 and abs(chi_square - degrees) < 4 * np.sqrt(2 * degrees)
+        assert (expected >= 8).sum() > 100
+        for hidden in ((), (0, 1), (1, 2), (2, 3), (0, 3)):  # whole texts, and each pair of places, which shows less at a time, but sharper
+            check_counts(counts.sum(hidden).reshape(-1), expected.sum(hidden).reshape(-1))
+
+
+def check_counts(counts: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> None:
+    large = expected >= 8
+    counts, expected = np.append(counts[large], counts[~large].sum()), np.append(expected[large], expected[~large].sum() + 1e-9)
+    deviation = (counts - expected) / np.sqrt(expected * (1 - expected / counts.sum()))
+    assert np.abs(deviation).max() < 4
+    chi_square, degrees = ((counts - expected) ** 2 / expected).sum(), len(counts) - 1
+    assert abs(chi_square - degrees) < 4 * np.sqrt(2 * degrees)
 
 
 def test_damaged_models_and_settings_that_leave_nothing() -> None:

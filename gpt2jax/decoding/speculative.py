@@ -123,7 +123,7 @@ class SpeculativeDecoder:
         carry = Carry((target.state, draft.state), start.history, start.token_B, jnp.full_like(count_B, drawn + 1), left_B, none)
         self.acceptance = jax.tree.map(np.array, carry.acceptance)
         yield jax.tree.map(np.asarray, out)
-        while (np.asarray(carry.left_B) * ~stopped_B).any():
+        while ((np.asarray(carry.left_B) > 0) & ~stopped_B).any():
             for decoder in self._pair:
                 decoder._commit()
             frozen = target.state.frozen, draft.state.frozen
@@ -174,7 +174,7 @@ def _round(
     """Draft, check, accept: new tokens [B, J], of which the first count_B are real."""
     B, V = carry.token_B.shape[0], model.config.vocab_size
     state, draft_state = (dataclasses.replace(state, frozen=part) for state, part in zip(carry.states, frozen, strict=True))
-    usable_B = jnp.where(carry.left_B > 0, J, 0)  # a row that is nearly full checks fewer drafts, and one that has ended none
+    usable_B = jnp.minimum(J, carry.left_B)  # a row that is nearly full checks fewer drafts, and one that has ended none
     valid_BJ = jnp.arange(J) < usable_B[:, None]
     index_BJ = carry.drawn_B[:, None] + jnp.arange(J)
 
