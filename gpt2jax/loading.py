@@ -17,19 +17,24 @@ TOKENIZER_FILES = ("gpt2jax_tokenizer.json", "tokenizer.json", "vocab.json", "me
 GPT2_VOCABULARY = 50257
 
 
-def load(path: str | os.PathLike[str], *, compute_dtype: str | None = None) -> tuple[GPT2, Tokenizer | None]:
+def load(path: str | os.PathLike[str], *, compute_dtype: str | None = None, weights_dtype: str | None = None) -> tuple[GPT2, Tokenizer | None]:
     """A model, its parameters float32, and its tokenizer.
 
     path: a run folder, a checkpoint, a converted folder, a Hugging Face GPT-2 folder, or a hub id such as "gpt2" or "openai-community/gpt2" (extra `hub`).
     What looks like a local path (starts with `.`, `/` or `~`, has more than one slash, or lies in a folder that exists) is never asked of the hub.
     compute_dtype: "float32" or "bfloat16" for matmuls; None keeps what the model was saved with (float32 for Hugging Face folders).
+    weights_dtype: "float32", "bfloat16" or "int8" for the weights of linear maps and of the token table, as `gpt2jax.decoding.weights.quantize` makes them: to
+    decode in less memory, and with int8 faster. None is float32.
     The tokenizer is the folder's own, else GPT-2's if the vocabulary holds its ids, else None.
     Raises InputError, one line that says what to do, for anything that is missing, broken or not supported.
     """
     from gpt2jax.config import config_from_tree
+    from gpt2jax.decoding.weights import check_weights_dtype, quantize
 
     if compute_dtype is not None:
         config_from_tree({"model": {"compute_dtype": compute_dtype}}, where="load")
+    if weights_dtype is not None:
+        check_weights_dtype(weights_dtype)
     folder = Path(path).expanduser()
     if not folder.exists():
         if not _is_hub_id(str(path)):
@@ -38,6 +43,8 @@ def load(path: str | os.PathLike[str], *, compute_dtype: str | None = None) -> t
     model, tokenizer = _load_folder(folder)
     if compute_dtype is not None and compute_dtype != model.config.compute_dtype:
         model = _with_compute_dtype(model, compute_dtype)
+    if weights_dtype is not None:
+        model = quantize(model, weights_dtype)
     return model, tokenizer
 
 

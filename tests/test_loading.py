@@ -70,6 +70,20 @@ def test_compute_dtype_changes_matmuls_and_nothing_else() -> None:
     assert 1e-4 < float(jnp.abs(half(tokens) - plain(tokens)).max()) < 0.1
 
 
+@pytest.mark.parametrize("weights_dtype", ["float32", "bfloat16", "int8"])
+def test_weights_dtype_makes_the_weights_smaller_and_leaves_the_rest(weights_dtype: str) -> None:
+    (plain, _), (small, _) = load(GOLDEN / "gpt2"), load(GOLDEN / "gpt2", weights_dtype=weights_dtype)
+    assert small.config == plain.config
+    size = lambda model: sum(leaf.nbytes for name, leaf in named_parameters(model).items() if name.startswith("blocks.mlp.up.w"))  # noqa: E731
+    assert size(plain) == {"float32": 1, "bfloat16": 2, "int8": 4}[weights_dtype] * size(small)
+    error = float(jnp.abs(small(jnp.arange(7)[None]) - plain(jnp.arange(7)[None])).max())
+    assert error == 0 if weights_dtype == "float32" else 1e-6 < error < 0.1
+
+
+def test_an_unknown_weights_dtype_is_refused_before_the_path_is_looked_at() -> None:
+    assert "weights_dtype='int4'" in refusal("/nowhere/at/all", weights_dtype="int4")
+
+
 def test_an_unknown_compute_dtype_is_refused_before_the_path_is_looked_at() -> None:
     assert "compute_dtype='float16'" in refusal("/nowhere/at/all", compute_dtype="float16")
 

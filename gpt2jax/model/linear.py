@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +35,7 @@ def constant(shape: tuple[int, ...], axes: Axes, value: float) -> nnx.Param[jax.
 class Linear(nnx.Module):
     """x @ w + b over any number of input and output axes, computed in `dtype`.
 
-    w: float32 [*inputs, *outputs], the input first as in GPT-2's own Conv1D; b: float32 [*outputs].
+    w: [*inputs, *outputs], the input first as in GPT-2's own Conv1D, float32 (bfloat16 where a model for decoding was made smaller); b: float32 [*outputs].
     """
 
     def __init__(
@@ -48,10 +49,49 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x: [..., *inputs] -> [..., *outputs] in `dtype`."""
-        n = self.contracted
-        x, w = x.astype(self.dtype), self.w[...].astype(self.dtype)
-        y = jax.lax.dot_general(x, w, ((tuple(range(x.ndim - n, x.ndim)), tuple(range(n))), ((), ())))
-        return y + self.b[...].astype(self.dtype)
+        return contract(x.astype(self.dtype), self.w[...].astype(self.dtype), self.contracted) + self.b[...].astype(self.dtype)
+
+
+class QuantizedLinear(nnx.Module):
+    """A `Linear` with int8 weights and one float32 scale an output: w = int8 * scale, computed as (x @ int8) * scale + b in `dtype`.
+
+    w: int8 [*inputs, *outputs]; scale, b: float32 [*outputs]. Weights are exact multiples of the scale, rounded to the nearest; activations are not quantised.
+    """
+
+    def __init__(self, linear: Linear) -> None:
+        w, scale = quantized(linear.w[...], tuple(range(linear.contracted)))
+        output_axes = linear.w.axes[linear.contracted :]
+        self.w, self.scale, self.b = nnx.Param(w, axes=linear.w.axes), nnx.Param(scale, axes=output_axes), linear.b
+        self.contracted, self.dtype = linear.contracted, linear.dtype
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x: [..., *inputs] -> [..., *outputs] in `dtype`."""
+        y = contract(x.astype(self.dtype), self.w[...].astype(self.dtype), self.contracted)
+        return y * self.scale[...].astype(self.dtype) + self.b[...].astype(self.dtype)
+
+
+class QuantizedTable(nnx.Module):
+    """A token table with int8 rows and one float32 scale a row; `table[...]` is the float32 table that it stands for."""
+
+    def __init__(self, table: nnx.Param[jax.Array]) -> None:
+        w, scale = quantized(table[...], (1,))
+        self.w, self.scale = nnx.Param(w, axes=table.axes), nnx.Param(scale, axes=table.axes[:1])
+
+    def __getitem__(self, index: Any) -> jax.Array:
+        return (self.w[...] * self.scale[...][:, None])[index]
+
+
+def quantized(w: jax.Array, over: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    """Symmetric int8 in [-127, 127] and the float32 scale of the largest magnitude along the axes `over`, which the scale lacks."""
+    w = w.astype(jnp.float32)
+    most = jnp.abs(w).max(over, keepdims=True)
+    scale = jnp.where(most > 0, most, 127.0) / 127
+    return jnp.round(w / scale).astype(jnp.int8), scale.squeeze(over)
+
+
+def contract(x: jax.Array, w: jax.Array, n: int) -> jax.Array:
+    """The last n axes of x against the first n of w."""
+    return jax.lax.dot_general(x, w, ((tuple(range(x.ndim - n, x.ndim)), tuple(range(n))), ((), ())))
 
 
 def residual_std(initializer_range: float, n_layer: int) -> float:
