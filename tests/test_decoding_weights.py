@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from decoding_helpers import prompt, tiny
+from flax import nnx
 
 from gpt2jax.decoding import weights
 from gpt2jax.errors import InputError
+from gpt2jax.model.cache import KV, DecodeState
 from gpt2jax.model.gpt2 import GPT2
 from gpt2jax.model.linear import Linear, QuantizedLinear, QuantizedTable
 from gpt2jax.model.parameters import named_parameters
@@ -165,3 +169,59 @@ def test_processors_with_bfloat16_products_keep_bfloat16(monkeypatch: pytest.Mon
     np.testing.assert_allclose(turned(x_RI), x_RI @ w_OI.T, rtol=2e-2, atol=5e-2)
     monkeypatch.setattr(weights, "cpu_flags", frozenset)
     assert weights.Turned(w_OI, None, jnp.dtype("bfloat16")).w_OI[...].dtype == jnp.float32
+
+
+CACHE_ERRORS = {"float32": 1e-6, "bfloat16": 2e-2, "int8": 3e-2}  # this model's weights are large: a trained one has a tenth of these
+
+
+@pytest.mark.parametrize("cache_dtype", weights.CACHE_DTYPES)
+def test_a_cache_of_another_dtype(cache_dtype: str) -> None:
+    """Prefill, a step, a commit, growth and another step: the state keeps its structure, and logits stay near those of the cache in the compute dtype."""
+    (want, _), (got, state) = after_each_step(None), after_each_step(cache_dtype)
+    assert {leaf.dtype.name for leaf in (state.frozen[0].k, state.frozen[1].v)} == {cache_dtype} and state.live[0].k.dtype == jnp.float32
+    if cache_dtype == "int8":
+        assert state.frozen[0].k_scale.shape == (2, 3, 64) and state.frozen[0].k_scale.dtype == jnp.float32
+    np.testing.assert_array_equal(got[0], want[0], "the prompt itself is attended in the compute dtype")
+    errors = np.abs(got - want).max((1, 2))[1:] / np.abs(want).max()
+    assert (errors < CACHE_ERRORS[cache_dtype]).all() and (errors == 0).all() == (cache_dtype == "float32")
+
+
+@functools.cache
+def after_each_step(cache_dtype: str | None) -> tuple[np.ndarray, DecodeState]:
+    tokens_BT, length_B = jnp.asarray([prompt(23), prompt(23, seed=1)]), jnp.array([21, 19])
+    model = weights.prepare(tiny(), turned=False, cache_dtype=cache_dtype)
+    hidden_BD, state = jax.jit(lambda model: model.prefill(tokens_BT[:, :21], length_B, slots=32, recent=3))(model)
+    out = [model.padded_logits(hidden_BD)]
+    step = jax.jit(lambda model, tokens_BT, state: model.step(tokens_BT, state))
+    for t in (21, 22):
+        hidden_BTD, new = step(model, tokens_BT[:, t : t + 1], state)
+        assert jax.tree.map(shape_and_dtype, new) == jax.tree.map(shape_and_dtype, state)
+        out.append(model.padded_logits(hidden_BTD[:, 0]))
+        state = model.grow(model.commit(new), 64)
+    return np.stack(out)[..., :257], state
+
+
+def shape_and_dtype(leaf: jax.Array) -> tuple[tuple[int, ...], str]:
+    return leaf.shape, leaf.dtype.name
+
+
+def test_keys_and_values_in_int8_have_a_scale_for_each_slot_of_each_head() -> None:
+    k, v = (jax.random.normal(jax.random.key(i), (2, 3, 5, 4)) * 10.0 ** jnp.arange(30).reshape(2, 3, 5, 1) for i in range(2))
+    kept = KV(k, v.at[1, 2, 4].set(0.0)).kept_in("int8")
+    for x, scale, old in ((kept.k, kept.k_scale, k), (kept.v, kept.v_scale, v.at[1, 2, 4].set(0.0))):
+        assert x.dtype == jnp.int8 and scale.shape == (2, 3, 5)
+        assert (np.abs(x * scale[..., None] - old) <= np.abs(old).max(-1, keepdims=True) / 253).all()
+
+
+def test_cache_dtypes_that_cannot_be_had_are_refused() -> None:
+    with pytest.raises(InputError, match="cache_dtype='int4' is unknown; choose one of float32, bfloat16, int8"):
+        weights.prepare(tiny(), turned=False, cache_dtype="int4")
+
+    class Recurrent(nnx.Module):
+        pass
+
+    model = tiny().unstack()
+    for block in model.blocks:
+        block.mixer = Recurrent()
+    with pytest.raises(InputError, match="cache_dtype='int8': the state of Recurrent has one dtype only"):
+        weights.prepare(model, turned=False, cache_dtype="int8")

@@ -32,6 +32,7 @@ from gpt2jax.model.gpt2 import GPT2
 from gpt2jax.model.linear import Linear, QuantizedLinear, QuantizedTable
 
 WEIGHTS_DTYPES = ("float32", "bfloat16", "int8")
+CACHE_DTYPES = ("float32", "bfloat16", "int8")
 #: Most rows for which `turned_product` is faster than a plain product, for float32.
 FEW = 32
 #: Most rows for which integer products are faster than the matrix written out as float32.
@@ -63,12 +64,12 @@ def _quantize(model: GPT2, weights_dtype: str) -> GPT2:
         linear.w = nnx.Param(linear.w[...].astype(weights_dtype), axes=linear.w.axes)
         return linear
 
-    model = nnx.clone(model)
+    small: Any = nnx.clone(model)
     change = functools.partial(_with_linears, change=QuantizedLinear if weights_dtype == "int8" else cast)
-    model.blocks = nnx.data(tuple(map(change, model.blocks))) if isinstance(model.blocks, tuple) else jax.vmap(change)(model.blocks)
+    small.blocks = nnx.data(tuple(map(change, model.blocks))) if isinstance(model.blocks, tuple) else jax.vmap(change)(model.blocks)
     table: Any = model.token_table
-    model.token_table = QuantizedTable(table) if weights_dtype == "int8" else table.replace(table[...].astype(weights_dtype))
-    return model
+    small.token_table = QuantizedTable(table) if weights_dtype == "int8" else table.replace(table[...].astype(weights_dtype))
+    return small
 
 
 def turns_weights(batch: int) -> bool:
@@ -76,16 +77,25 @@ def turns_weights(batch: int) -> bool:
     return jax.default_backend() == "cpu"
 
 
-@functools.partial(jax.jit, static_argnames="turned")
-def prepare(model: GPT2, *, turned: bool) -> GPT2:
-    """The model for the decode loop only: blocks as a list, its linear maps and its head `turned` if `turns_weights` says so."""
-    model = model.unstack()
+@functools.partial(jax.jit, static_argnames=("turned", "cache_dtype"))
+def prepare(model: GPT2, *, turned: bool, cache_dtype: str | None = None) -> GPT2:
+    """The model for the decode loop only: blocks as a list, its linear maps and its head `turned` if `turns_weights` says so.
+
+    cache_dtype: what the frozen part of the cache is kept in, one of `CACHE_DTYPES`; None is the compute dtype. InputError for another one, or if a mixer's
+    state is not made of keys and values.
+    """
+    if cache_dtype not in (None, *CACHE_DTYPES):
+        raise InputError(f"cache_dtype={cache_dtype!r} is unknown; choose one of {', '.join(CACHE_DTYPES)}")
+    ready: Any = model.unstack()
     if turned:
-        dtype = jnp.dtype(model.config.compute_dtype)
-        model.blocks = nnx.data(tuple(_with_linears(block, TurnedLinear) for block in model.blocks))
-        table = model.token_table
-        model.head = Turned(table.w[...], table.scale[...], dtype) if isinstance(table, QuantizedTable) else Turned(table[...], None, dtype)
-    return model
+        dtype, table = jnp.dtype(model.config.compute_dtype), ready.token_table
+        ready.blocks = nnx.data(tuple(_with_linears(block, TurnedLinear) for block in ready.blocks))
+        ready.head = Turned(table.w[...], table.scale[...], dtype) if isinstance(table, QuantizedTable) else Turned(table[...], None, dtype)
+    for block in ready.blocks if cache_dtype is not None else ():
+        if not hasattr(block.mixer, "cache_dtype"):
+            raise InputError(f"cache_dtype={cache_dtype!r}: the state of {type(block.mixer).__name__} has one dtype only; leave cache_dtype out")
+        block.mixer.cache_dtype = cache_dtype
+    return ready
 
 
 def logits(model: GPT2, hidden_BD: jax.Array) -> jax.Array:

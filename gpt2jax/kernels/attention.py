@@ -6,6 +6,7 @@ Letters: B batch, T queries, S keys, H query heads, G key/value heads (G divides
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,12 +26,13 @@ def attend(
     return weigh_values(dropout(weights_BGQTS, dropout_rate, dropout_key), v_BGSK)
 
 
-def attention_scores(q_BTHK: jax.Array, k_BGSK: jax.Array) -> jax.Array:
-    """Scaled dot products in float32, [B, G, Q, T, S]."""
+def attention_scores(q_BTHK: jax.Array, k_BGSK: jax.Array, scale_BGS: jax.Array | None = None) -> jax.Array:
+    """Scaled dot products in float32, [B, G, Q, T, S]. Keys of another dtype, times `scale` if they are int8, are read as q's."""
     B, T, H, K = q_BTHK.shape
     G, S = k_BGSK.shape[1:3]
     q_BGNK = (q_BTHK * jnp.asarray(1 / math.sqrt(K), q_BTHK.dtype)).transpose(0, 2, 1, 3).reshape(B, G, H // G * T, K)
-    scores_BGNS = jnp.einsum("BGNK,BGSK->BGNS", q_BGNK, k_BGSK, preferred_element_type=jnp.float32)
+    scores_BGNS = jnp.einsum("BGNK,BGSK->BGNS", q_BGNK, k_BGSK.astype(q_BTHK.dtype), preferred_element_type=jnp.float32)
+    scores_BGNS = scores_BGNS if scale_BGS is None else scores_BGNS * scale_BGS[:, :, None]
     return scores_BGNS.reshape(B, G, H // G, T, S)
 
 
@@ -41,8 +43,10 @@ def masked_softmax(scores: jax.Array, mask: jax.Array) -> jax.Array:
     return jnp.where(mask.any(-1, keepdims=True), weights, 0.0)
 
 
-def weigh_values(weights_BGQTS: jax.Array, v_BGSK: jax.Array) -> jax.Array:
-    """Sum of values by weight, [B, T, H, K] in v's dtype."""
+def weigh_values(weights_BGQTS: jax.Array, v_BGSK: jax.Array, scale_BGS: jax.Array | None = None, *, dtype: Any = None) -> jax.Array:
+    """Sum of values, times `scale` if they are int8, by weight: [B, T, H, K] in `dtype`, by default v's."""
     B, G, Q, T, S = weights_BGQTS.shape
-    out_BGNK = jnp.einsum("BGNS,BGSK->BGNK", weights_BGQTS.astype(v_BGSK.dtype).reshape(B, G, Q * T, S), v_BGSK)
+    weights_BGNS = weights_BGQTS.reshape(B, G, Q * T, S)
+    weights_BGNS = (weights_BGNS if scale_BGS is None else weights_BGNS * scale_BGS[:, :, None]).astype(dtype or v_BGSK.dtype)
+    out_BGNK = jnp.einsum("BGNS,BGSK->BGNK", weights_BGNS, v_BGSK.astype(weights_BGNS.dtype))
     return out_BGNK.reshape(B, G * Q, T, -1).transpose(0, 2, 1, 3)

@@ -18,6 +18,7 @@ from gpt2jax.model.linear import Linear, child_key, residual_std
 class Attention(nnx.Module):
     """GPT-2's attention (Radford et al. 2019; its src/model.py `attn`). Two calls: a whole sequence, and a few tokens on top of a cache."""
 
+    cache_dtype: str | None = None  # of the frozen part of the cache; None is the compute dtype
     can_trim = True  # a cache of keys and values forgets its last tokens by masking their slots
 
     def __init__(self, config: ModelConfig, key: jax.Array) -> None:
@@ -44,12 +45,12 @@ class Attention(nnx.Module):
         """A sequence's keys and values as (frozen, live): the first T of S slots are filled, the R recent ones are empty."""
         B, G, _, K = kv.k.shape
         empty = jnp.zeros((B, G, recent, K), kv.k.dtype)
-        return self.grow(kv, slots), KV(empty, empty)
+        return self.grow(kv.kept_in(self.cache_dtype or kv.k.dtype), slots), KV(empty, empty)
 
     def grow(self, frozen: KV, slots: int) -> KV:
         """The frozen part with room for `slots` slots."""
-        pad = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, slots - x.shape[2]), (0, 0)))  # noqa: E731
-        return KV(pad(frozen.k), pad(frozen.v))
+        pad = lambda x: jnp.pad(x, [(0, slots - x.shape[2] if axis == 2 else 0) for axis in range(x.ndim)])  # noqa: E731
+        return jax.tree.map(pad, frozen)
 
     def renew(self, live: KV, recent: int) -> KV:
         """The live part after a commit, empty, with room for `recent` tokens."""
@@ -65,14 +66,14 @@ class Attention(nnx.Module):
         seen_TR = jnp.arange(R)[None, :] <= first + jnp.arange(T)[:, None]
         mask_BTR = seen_TR[None] & slots.valid_BR[:, None, :]
         mask_BTS = jnp.broadcast_to(slots.valid_BS[:, None, :], (B, T, S))
-        scores = [attention_scores(q_BTHK, frozen.k), attention_scores(q_BTHK, live.k)]
+        scores = [attention_scores(q_BTHK, frozen.k, frozen.k_scale), attention_scores(q_BTHK, live.k)]
         weights = masked_softmax(jnp.concatenate(scores, -1), jnp.concatenate([mask_BTS, mask_BTR], -1)[:, None, None])
-        o_BTHK = weigh_values(weights[..., :S], frozen.v) + weigh_values(weights[..., S:], live.v)
+        o_BTHK = weigh_values(weights[..., :S], frozen.v, frozen.v_scale, dtype=live.v.dtype) + weigh_values(weights[..., S:], live.v)
         return self.out(o_BTHK), live
 
     def commit(self, frozen: KV, live: KV, slots: Slots) -> KV:
         """Live keys and values written behind the frozen ones. The caller has planned for them: filled + R <= S."""
-        return KV(_write(frozen.k, live.k, slots.filled), _write(frozen.v, live.v, slots.filled))
+        return jax.tree.map(lambda old, new: _write(old, new, slots.filled), frozen, live.kept_in(frozen.k.dtype))
 
     def _project(self, x_BTD: jax.Array) -> tuple[jax.Array, KV]:
         kv_2BGTK = self.key_value(x_BTD).transpose(2, 0, 3, 1, 4)
@@ -80,4 +81,4 @@ class Attention(nnx.Module):
 
 
 def _write(old: jax.Array, new: jax.Array, slot: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_slice(old, new, (0, 0, slot, 0))
+    return jax.lax.dynamic_update_slice_in_dim(old, new, slot, 2)

@@ -17,6 +17,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from gpt2jax.model.linear import quantized
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -37,10 +39,22 @@ class Span:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KV:
-    """Keys and values of one layer: k, v [B, G, S or R, K], head-major so that attention reads them without a copy."""
+    """Keys and values of one layer: k, v [B, G, S or R, K], head-major so that attention reads them without a copy.
+
+    Kept as int8 they stand for k * k_scale and v * v_scale: one scale, float32 [B, G, S], a slot of each head.
+    """
 
     k: jax.Array
     v: jax.Array
+    k_scale: jax.Array | None = None
+    v_scale: jax.Array | None = None
+
+    def kept_in(self, dtype: Any) -> KV:
+        """The same in another dtype; int8 is rounded to 255 levels."""
+        if jnp.dtype(dtype) != jnp.int8:
+            return KV(self.k.astype(dtype), self.v.astype(dtype))
+        (k, k_scale), (v, v_scale) = quantized(self.k, (3,)), quantized(self.v, (3,))
+        return KV(k, v, k_scale, v_scale)
 
 
 @jax.tree_util.register_dataclass

@@ -71,14 +71,14 @@ class QuantizedLinear(nnx.Module):
 
 
 class QuantizedTable(nnx.Module):
-    """A token table with int8 rows and one float32 scale a row; `table[...]` is the float32 table that it stands for."""
+    """A token table with int8 rows and one float32 scale a row; `table[ids]` are rows of the float32 table that it stands for, `table[...]` is all of it."""
 
     def __init__(self, table: nnx.Param[jax.Array]) -> None:
         w, scale = quantized(table[...], (1,))
         self.w, self.scale = nnx.Param(w, axes=table.axes), nnx.Param(scale, axes=table.axes[:1])
 
     def __getitem__(self, index: Any) -> jax.Array:
-        return (self.w[...] * self.scale[...][:, None])[index]
+        return self.w[index] * self.scale[index][..., None]
 
 
 def quantized(w: jax.Array, over: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
