@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from golden.folders import GOLDEN, variant, weights_of, write_shards
 from safetensors.numpy import save_file
 
-from gpt2jax.convert.tensors import INDEX, TensorFolder, listed, read_json
+from gpt2jax.convert.tensors import INDEX, TensorFolder, aligned_zeros, listed, read_json
 from gpt2jax.errors import InputError
 
 
@@ -169,3 +170,10 @@ def test_malformed_json_is_refused_in_one_line(tmp_path: Path, content: str) -> 
 def test_long_lists_are_cut_and_counted() -> None:
     assert listed(["a", "b"]) == "a, b"
     assert listed([str(i) for i in range(15)], most=3) == "0, 1, 2 and 12 more"
+
+
+def test_aligned_zeros_are_taken_without_a_copy() -> None:
+    values = aligned_zeros((3, 5, 7))
+    values[1, 2, 3] = 4.0
+    array = jax.device_put(values, may_alias=True)
+    assert array.unsafe_buffer_pointer() == values.ctypes.data and values.sum() == 4.0 and values.shape == (3, 5, 7)

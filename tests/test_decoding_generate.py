@@ -367,3 +367,18 @@ def test_a_draft_model_changes_no_greedy_token() -> None:
     text = generate(model, ["abc"], max_new_tokens=60, temperature=0, tokenizer=BYTES, eos_token_id=None)[0].text
     cut = generate(model, ["abc"], max_new_tokens=60, temperature=0, tokenizer=BYTES, eos_token_id=None, stop=text[20:22], draft_model=draft)[0]
     assert cut.text == text[: text.index(text[20:22])] and cut.finish_reason == "stop"
+
+
+def test_in_bfloat16_a_batch_is_each_prompt_alone_up_to_rounding() -> None:
+    """Sums of another order round differently, so tokens may part; along one text the log-probabilities stay within 1 % of the spread of the logits."""
+    model = tiny(compute_dtype="bfloat16")
+    texts = [slow_greedy(tiny(), ids, 40) for ids in RAGGED]
+    forced = [dict(enumerate(text)) for text in texts]
+    together = generate(model, RAGGED, max_new_tokens=40, forced_tokens=forced, logprobs=0, eos_token_id=None)
+    exact = generate(tiny(), RAGGED, max_new_tokens=40, forced_tokens=forced, logprobs=0, eos_token_id=None)
+    spread = float(jnp.ptp(tiny()(jnp.asarray([RAGGED[1]]))))
+    for i, ids in enumerate(RAGGED):
+        alone = generate(model, [ids], max_new_tokens=40, forced_tokens=forced[i], logprobs=0, eos_token_id=None)[0]
+        assert alone.tokens == together[i].tokens == texts[i]
+        np.testing.assert_allclose(alone.logprobs, together[i].logprobs, atol=0.01 * spread)
+        assert 0 < np.abs(np.subtract(exact[i].logprobs, alone.logprobs)).max() < 0.02 * spread

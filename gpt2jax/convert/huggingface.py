@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from gpt2jax.config import ModelConfig, config_from_tree
-from gpt2jax.convert.tensors import INDEX, PICKLED, SINGLE, TensorFolder, listed, read_json
+from gpt2jax.convert.tensors import INDEX, PICKLED, SINGLE, TensorFolder, aligned_zeros, listed, read_json
 from gpt2jax.errors import InputError
 from gpt2jax.model.gpt2 import GPT2
 from gpt2jax.model.parameters import abstract_model, named_parameters, with_parameters
@@ -101,7 +101,7 @@ def load_huggingface(folder: Path) -> GPT2:
     # the largest first, while there is most room for the copy that goes to the device
     leaves = sorted(named_parameters(model).items(), key=lambda item: -item[1].size)
     with ThreadPoolExecutor(2) as pool:  # numpy checks and copies without Python's lock
-        arrays = pool.map(lambda item: jax.device_put(_read_parameter(tensors, item[0], item[1].shape, config)), leaves)
+        arrays = pool.map(lambda item: jax.device_put(_read_parameter(tensors, item[0], item[1].shape, config), may_alias=True), leaves)
         return with_parameters(model, dict(zip((name for name, _ in leaves), arrays, strict=True)))
 
 
@@ -163,7 +163,7 @@ def _sources(source: Source, config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def _read_parameter(tensors: TensorFolder, name: str, shape: tuple[int, ...], config: ModelConfig) -> np.ndarray[Any, Any]:
     source = PARAMETERS[name]
     stacked, D = "{i}" in source.name, config.n_embd
-    values = np.zeros(shape, np.float32)
+    values = aligned_zeros(shape)
     for i, tensor_name in enumerate(_sources(source, config)):
         tensor = tensors.read(tensor_name)
         if source.columns:

@@ -7,6 +7,7 @@ tensor is; tensors are then views into memory-mapped files.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PureWindowsPath
 from typing import Any, NamedTuple
@@ -133,3 +134,11 @@ def _is_lfs_pointer(path: Path) -> bool:
             return file.read(24).startswith(b"version https://git-lfs")
     except OSError:
         return False
+
+
+def aligned_zeros(shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    """float32 zeros at an address that XLA on a CPU takes as it is (a multiple of 64), where it would copy any other."""
+    size = 4 * math.prod(shape)
+    room = np.zeros(size + 64, np.uint8)
+    start = -room.ctypes.data % 64
+    return room[start : start + size].view(np.float32).reshape(shape)
