@@ -227,6 +227,9 @@ def test_damaged_models_and_settings_that_leave_nothing() -> None:
     damaged = map_named(lambda name, leaf: leaf.at[200].set(jnp.nan) if name == "token_table" else leaf, model)
     assert decode(damaged, damaged, [ids], GREEDY, 12, 4)[0] == [BROKEN], "its logits are never finite"
     assert decode(model, damaged, [ids], GREEDY, 12, 4)[0] == slow_greedy(model, ids, 12), "a damaged draft costs speed alone"
+    later = map_named(lambda name, leaf: leaf.at[6].set(jnp.nan) if name == "position.table" else leaf, model)
+    (row,) = decode(later, later, [ids], dict(forced_tokens={1: 7, 2: 8, 3: 9}, **GREEDY), 12, 4)
+    assert row[-1] == BROKEN and len(row) <= 4, "forced tokens do not hide it: without a draft the fourth token finds it"
     few = dict(temperature=1.0, no_repeat_ngram_size=1, forbidden_tokens=list(range(7, 257)))
     for draft in (model, near(model)):
         (row,) = decode(model, draft, [[1]], few, 12, 4)
