@@ -14,8 +14,8 @@ from golden.folders import GOLDEN, write_folder
 
 from gpt2jax.convert.huggingface import load_huggingface
 from gpt2jax.decoding import beams
-from gpt2jax.decoding.beams import Beam, check_beams, search
-from gpt2jax.decoding.request import sampling_of
+from gpt2jax.decoding.beams import Beam, search
+from gpt2jax.decoding.request import check_beams, sampling_of
 from gpt2jax.decoding.weights import prepare
 from gpt2jax.errors import InputError
 from gpt2jax.model.gpt2 import GPT2

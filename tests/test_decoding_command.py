@@ -28,7 +28,7 @@ def sample(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     monkeypatch.setattr(importlib.import_module("gpt2jax.runtime"), "start", lambda: None)
 
     def run(*arguments: str, tokenizer: Any = BYTES, load: Any = None) -> int:
-        fake = load or (lambda path, *, compute_dtype=None: (loaded["model"], tokenizer))
+        fake = load or (lambda path, **_: (loaded["model"], tokenizer))
         monkeypatch.setattr(importlib.import_module("gpt2jax.loading"), "load", fake)
         parser = argparse.ArgumentParser()
         add_arguments(parser)
@@ -91,6 +91,8 @@ def test_the_default_prompt_is_the_end_of_text(sample: Callable[..., int], capsy
         (["--logprobs", "3"], "--logprobs needs --json or --prompts"),
         (["--interactive", "--json"], "--interactive does not go with --json"),
         (["--draft-tokens", "3"], "--draft-tokens needs --draft"),
+        (["--length-penalty", "3"], "--length-penalty needs --num-beams"),
+        (["--stream", "--num-beams", "2"], "--stream does not go with --num-beams"),
         (["--prompts", "nowhere.jsonl", "--out", "o"], "cannot read nowhere.jsonl"),
     ],
 )
@@ -108,12 +110,12 @@ def test_no_tokenizer(sample: Callable[..., int], capsys: pytest.CaptureFixture[
 def test_the_dtype_goes_to_the_loader(sample: Callable[..., int]) -> None:
     seen = []
 
-    def load(path: str, *, compute_dtype: str | None = None) -> Any:
-        seen.append((path, compute_dtype))
+    def load(path: str, **dtypes: str | None) -> Any:
+        seen.append((path, dtypes))
         return tiny(), BYTES
 
-    sample("--compute-dtype", "bfloat16", "--max-new-tokens", "1", load=load)
-    assert seen == [("MODEL", "bfloat16")]
+    sample("--compute-dtype", "bfloat16", "--weights-dtype", "int8", "--max-new-tokens", "1", "--draft", "SMALL", load=load)
+    assert seen == [(name, dict(compute_dtype="bfloat16", weights_dtype="int8")) for name in ("MODEL", "SMALL")]
 
 
 def test_the_options_import_no_jax() -> None:

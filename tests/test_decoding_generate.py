@@ -17,6 +17,7 @@ import gpt2jax.decoding.generate as module
 import gpt2jax.decoding.prepared as keeping
 from gpt2jax.decoding import loop
 from gpt2jax.decoding.generate import Generation, generate, stream
+from gpt2jax.decoding.score import score
 from gpt2jax.errors import InputError
 from gpt2jax.tokenizer import load_tokenizer
 
@@ -215,6 +216,17 @@ def test_arrays_of_ids_are_taken() -> None:
         (dict(draft_model=tiny(vocab_size=300)), "draft model has a vocabulary of 300 ids and the model one of 257"),
         (dict(draft_model=tiny(), draft_tokens=0), "draft_tokens=0"),
         (dict(draft_model=tiny(), overflow="slide"), "does not go with a draft model"),
+        (dict(num_beams=0), "num_beams=0"),
+        (dict(num_beams=2, num_samples=3), "num_samples=3 must be between 1 and 2"),
+        (dict(num_beams=2, top_p=0.9), "top_p does not go with num_beams"),
+        (dict(num_beams=2, temperature=0.9), "temperature does not go with num_beams"),
+        (dict(num_beams=2, logprobs=0), "logprobs does not go with num_beams"),
+        (dict(num_beams=2, stop="x", tokenizer=BYTES), "stop does not go with num_beams"),
+        (dict(num_beams=2, overflow="slide"), "overflow does not go with num_beams"),
+        (dict(num_beams=2, draft_model=tiny()), "draft_model does not go with num_beams"),
+        (dict(num_beams=2, length_penalty=float("nan")), "length_penalty=nan"),
+        (dict(num_beams=2, early_stopping="maybe"), "early_stopping='maybe'"),
+        (dict(length_penalty=2.0), "need num_beams=2"),
     ],
 )
 def test_bad_input_is_refused_in_one_line_before_any_compute(change: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +253,7 @@ def test_broken_weights_are_reported() -> None:
 def test_weights_are_prepared_once_and_again_when_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
     model = jax.tree.map(lambda leaf: leaf + 0, tiny())
     calls = []
-    monkeypatch.setattr(keeping, "prepare", lambda model, *, turned, real=keeping.prepare: calls.append(1) or real(model, turned=turned))
+    monkeypatch.setattr(keeping, "prepare", lambda model, real=keeping.prepare, **form: calls.append(1) or real(model, **form))
     before = [generate(model, [[1, 2]], max_new_tokens=20, temperature=0)[0].tokens for _ in range(2)]
     assert len(calls) == 1 and before[0] == before[1]
     model.norm.scale[...] = -model.norm.scale[...]  # as a training step that writes into the module does
@@ -249,7 +261,9 @@ def test_weights_are_prepared_once_and_again_when_they_change(monkeypatch: pytes
     assert len(calls) == 2
     expected = [slow_greedy(model, [1 + i, 2], 20) for i in range(5)]
     assert [row.tokens for row in generate(model, [[1 + i, 2] for i in range(5)], max_new_tokens=20, temperature=0)] == expected
-    assert len(calls) == 3, "a batch takes its own form"
+    assert len(calls) == 2, "a batch takes the same form"
+    assert generate(model, [[1, 2]], max_new_tokens=20, temperature=0, cache_dtype="int8")[0].tokens[:3] == slow_greedy(model, [1, 2], 3)
+    assert len(calls) == 3
 
 
 def test_pieces_add_up_to_the_result_and_come_as_they_are_drawn() -> None:
@@ -382,3 +396,22 @@ def test_in_bfloat16_a_batch_is_each_prompt_alone_up_to_rounding() -> None:
         assert alone.tokens == together[i].tokens == texts[i]
         np.testing.assert_allclose(alone.logprobs, together[i].logprobs, atol=0.01 * spread)
         assert 0 < np.abs(np.subtract(exact[i].logprobs, alone.logprobs)).max() < 0.02 * spread
+
+
+def test_beams_come_best_first_with_text_and_score() -> None:
+    model = tiny()
+    results = generate(model, ["abc", [7, 8]], max_new_tokens=12, num_beams=4, num_samples=3, length_penalty=0.0, tokenizer=BYTES, repetition_penalty=1.2)
+    assert len(results) == 6 and all(row.text == BYTES.decode([token for token in row.tokens if token != EOT]) for row in results)
+    assert [row.score for row in results[:3]] == sorted((row.score for row in results[:3]), reverse=True)
+    plain = generate(model, ["abc"], max_new_tokens=12, num_beams=4, length_penalty=0.0, tokenizer=BYTES, eos_token_id=None)[0]
+    scored = score(model, [plain.tokens], context=list(b"abc"))[0]
+    assert plain.score == pytest.approx(scored.total, abs=1e-3) and plain.finish_reason == "length"
+    prompts = ["abc", "x", "hello", "q", "zz"]
+    found, greedy = (generate(model, prompts, max_new_tokens=12, tokenizer=BYTES, eos_token_id=None, **how) for how in (dict(num_beams=4), dict(temperature=0)))
+    gains = [
+        best.score - score(model, [plain.tokens], context=text)[0].total / 12
+        for best, plain, text in zip(found, greedy, [list(prompt.encode()) for prompt in prompts], strict=True)
+    ]
+    assert min(gains) > -1e-4 and max(gains) > 0.01, "the search finds likelier texts"
+    with pytest.raises(InputError, match="cannot be streamed"):
+        stream(model, ["abc"], max_new_tokens=2, num_beams=2, tokenizer=BYTES)

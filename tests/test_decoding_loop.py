@@ -27,7 +27,7 @@ def sampling_for(rows: int, model: GPT2, **settings: Any) -> Sampling:
 
 def greedy_blocks(model: GPT2, prompts: list[list[int]], *, eos: int, new_tokens: int) -> list[np.ndarray]:
     B = len(prompts)
-    decoder = loop.Decoder(prepare(model, turned=turns_weights(B)))
+    decoder = loop.Decoder(prepare(model, turned=turns_weights()))
     decoder.prefill(prompts)
     options = dict(prompt_lengths=list(map(len, prompts)), drawn=0, stopped_B=np.zeros(B, bool))
     return [block.token for block in decoder.decode(prompts, sampling_for(B, model, eos=eos), new_tokens, **options)]
@@ -154,7 +154,7 @@ def test_equal_prompts_and_a_common_beginning_are_prefilled_once(monkeypatch: py
 def test_a_cache_is_cut_and_extended() -> None:
     """As a conversation does: decode, keep a part, go on with other tokens; each time as if from the start."""
     model, ids = tiny(), prompt(20)
-    decoder = loop.Decoder(prepare(model, turned=turns_weights(1)))
+    decoder = loop.Decoder(prepare(model, turned=turns_weights()))
 
     def go_on(tokens: list[int], new: int) -> list[int]:
         options = dict(prompt_lengths=[len(tokens)], drawn=0, stopped_B=np.zeros(1, bool))

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -24,7 +23,6 @@ import numpy as np
 
 from gpt2jax.decoding.filters import History, Sampling, penalised
 from gpt2jax.decoding.loop import CHUNK, Decoder, _padded, cache_bucket, power_of_two
-from gpt2jax.decoding.request import check_count
 from gpt2jax.decoding.weights import logits
 from gpt2jax.errors import InputError
 from gpt2jax.model.cache import DecodeState
@@ -70,16 +68,6 @@ class Carry:
     open_B: jax.Array
     broken_B: jax.Array
     step: jax.Array
-
-
-def check_beams(num_beams: Any, length_penalty: Any, early_stopping: Any, returned: Any) -> None:
-    """InputError for what `search` cannot do."""
-    check_count("num_beams", num_beams)
-    check_count("num_samples", returned, most=num_beams)
-    if isinstance(length_penalty, bool) or not isinstance(length_penalty, (int, float)) or not math.isfinite(length_penalty):
-        raise InputError(f"length_penalty={length_penalty!r} must be a finite number: 0 for plain sums, above 0 to favour longer texts, below for shorter ones")
-    if not isinstance(early_stopping, bool) and early_stopping != "never":
-        raise InputError(f"early_stopping={early_stopping!r} must be True, False or 'never'")
 
 
 def search(

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpt2jax.decoding.settings import SETTINGS, check_new_tokens, check_settings, check_text
+from gpt2jax.decoding.settings import CACHE_DTYPES, SETTINGS, WEIGHTS_DTYPES, check_new_tokens, check_settings, check_text
 from gpt2jax.errors import InputError
 
 if TYPE_CHECKING:
@@ -20,6 +20,20 @@ RULE = "-" * 40
 #: Without --max-new-tokens, in a context that is large enough.
 NEW_TOKENS = 128
 BATCH_SIZE = 8
+#: Options that a mode has no use for, and options that need another one.
+REFUSED = {
+    "prompts": {"prompt", "stream", "json", "interactive", "num_beams"},
+    "interactive": {"prompt", "json", "logprobs", "num_samples", "out", "batch_size", "draft", "num_beams"},
+    "stream": {"json", "logprobs", "num_samples", "out", "batch_size", "num_beams"},
+}
+NEEDED = {
+    "out": {"prompts"},
+    "batch_size": {"prompts"},
+    "prompts": {"out"},
+    "logprobs": {"json", "prompts"},
+    "draft_tokens": {"draft"},
+    "length_penalty": {"num_beams"},
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,9 +61,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default = f" (default: {setting.default})" if isinstance(setting.default, (int, float)) else ""
         settings.add_argument(f"--{name.replace('_', '-')}", type=setting.kind, metavar=name.rpartition("_")[2].upper(), help=setting.help + default)
 
+    parser.add_argument("--num-beams", type=int, metavar="N", help="search with N beams instead of drawing; --num-samples of the best are shown")
+    parser.add_argument("--length-penalty", type=float, metavar="P", help="of beams: scores are sums over length to this power (default: 1.0)")
     parser.add_argument("--draft", metavar="MODEL", help="a smaller model of the same vocabulary that drafts tokens for the model to check")
     parser.add_argument("--draft-tokens", type=int, metavar="N", help="tokens drafted at a time (default: 4)")
     parser.add_argument("--mesh", metavar="data=N,tensor=N", help="devices to spread rows and weights over")
+    parser.add_argument("--weights-dtype", choices=WEIGHTS_DTYPES, help="what weights are stored in, made on load (default: float32)")
+    parser.add_argument("--cache-dtype", choices=CACHE_DTYPES, help="what keys and values are kept in (default: the compute dtype)")
     parser.add_argument("--compute-dtype", choices=("float32", "bfloat16"), help="dtype of matmuls (default: the model's)")
 
 
@@ -68,12 +86,14 @@ def run_sample(options: argparse.Namespace) -> int:
     from gpt2jax.loading import load
 
     runtime.start()
-    model, tokenizer = load(options.model, compute_dtype=options.compute_dtype)
+    dtypes = dict(compute_dtype=options.compute_dtype, weights_dtype=options.weights_dtype)
+    model, tokenizer = load(options.model, **dtypes)
     if tokenizer is None:
         raise InputError(f"{options.model} has no tokenizer, which a prompt needs; put its tokenizer.json beside the weights")
     common = {**settings, "stop": options.stop, "overflow": options.overflow}
+    common |= {name: getattr(options, name) for name in ("num_beams", "length_penalty", "cache_dtype") if getattr(options, name) is not None}
     if options.draft is not None:
-        common |= {"draft_model": load(options.draft, compute_dtype=options.compute_dtype)[0], "draft_tokens": options.draft_tokens or 4}
+        common |= {"draft_model": load(options.draft, **dtypes)[0], "draft_tokens": options.draft_tokens or 4}
     if mesh is not None:
         from gpt2jax.parallel.mesh import shard
 
@@ -115,31 +135,15 @@ def _check(options: argparse.Namespace, settings: dict[str, Any]) -> None:
     check_settings({"seed": settings.get("seed", 0) + options.num_samples - 1}, 1)
     if options.batch_size is not None and options.batch_size < 1:
         raise InputError(f"--batch-size={options.batch_size} must be 1 or more")
-    given = {
-        name
-        for name in ("prompt", "stream", "json", "logprobs", "prompts", "out", "batch_size", "interactive", "draft", "draft_tokens")
-        if getattr(options, name) not in (None, False)
-    }
-    if options.num_samples > 1:
-        given.add("num_samples")
-    refused = {
-        "prompts": {"prompt", "stream", "json", "interactive"},
-        "interactive": {"prompt", "json", "logprobs", "num_samples", "out", "batch_size", "draft"},
-        "stream": {"json", "logprobs", "num_samples", "out", "batch_size"},
-    }
+    given = {name for name, value in vars(options).items() if value not in (None, False, []) and name not in ("num_samples", "overflow")}
+    given |= {"num_samples"} if options.num_samples > 1 else set()
     flag = lambda name: "--" + name.replace("_", "-")  # noqa: E731
-    for mode, others in refused.items():
+    for mode, others in REFUSED.items():
         if mode in given and given & others:
             raise InputError(f"{flag(mode)} does not go with {flag(min(given & others))}; drop one of the two")
-    for name, needed in (
-        ("out", ["prompts"]),
-        ("batch_size", ["prompts"]),
-        ("prompts", ["out"]),
-        ("logprobs", ["json", "prompts"]),
-        ("draft_tokens", ["draft"]),
-    ):
-        if name in given and not given & set(needed):
-            raise InputError(f"{flag(name)} needs {' or '.join(map(flag, needed))}")
+    for name, needed in NEEDED.items():
+        if name in given and not given & needed:
+            raise InputError(f"{flag(name)} needs {' or '.join(map(flag, sorted(needed)))}")
 
 
 def _read_mesh(text: str | None) -> dict[str, int] | None:
@@ -174,7 +178,15 @@ def _sample_file(options: argparse.Namespace, model: GPT2, tokenizer: Tokenizer,
     lengths = [len(tokenizer.encode(row["prompt"]) if isinstance(row["prompt"], str) else row["prompt"]) for row in prompts]
     common["max_new_tokens"] = options.max_new_tokens or _room(model, [0, *lengths], options.overflow)
     more = dict(num_samples=options.num_samples, logprobs=options.logprobs, batch_size=options.batch_size or BATCH_SIZE)
-    sample_file(model, prompts, Path(options.out), tokenizer=tokenizer, made_with=f"{options.model} {options.compute_dtype} {options.draft}", **more, **common)
+    sample_file(
+        model,
+        prompts,
+        Path(options.out),
+        tokenizer=tokenizer,
+        made_with=f"{options.model} {options.compute_dtype} {options.weights_dtype} {options.draft}",
+        **more,
+        **common,
+    )
     print(f"wrote {options.out}: {len(prompts)} prompts", file=sys.stderr)
     return 0
 

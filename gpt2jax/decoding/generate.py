@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Literal, Unpack
+from typing import Any, Literal, Unpack
 
 import jax
 import numpy as np
 
+from gpt2jax.decoding.beams import search
 from gpt2jax.decoding.filters import BROKEN, STUCK
 from gpt2jax.decoding.loop import ENDED, Decoder, Drawn
 from gpt2jax.decoding.prepared import prepared
-from gpt2jax.decoding.request import Prompt, Request
+from gpt2jax.decoding.request import Beams, Prompt, Request
 from gpt2jax.decoding.settings import Options
 from gpt2jax.decoding.speculative import SpeculativeDecoder, check_draft
 from gpt2jax.decoding.text import TextStream
@@ -27,7 +28,8 @@ class Generation:
     tokens: the new ids only, with the end-of-text id if it was drawn, and with those that a stop string ended in. text: their text without that token and cut
     before the stop string; None without a tokenizer. finish_reason: 'stop' if the model ended the text or a stop string came (then `stop` is that string),
     'length' if `max_new_tokens` ended it. logprobs, on request: of each token, under the model's own distribution, before all settings; top_logprobs: for each
-    token the likeliest ones at its place with theirs. draft_acceptance, with a draft model: the share of its tokens that the row took.
+    token the likeliest ones at its place with theirs. draft_acceptance, with a draft model: the share of its tokens that the row took. score: what
+    a beam was ranked by.
     """
 
     tokens: list[int]
@@ -37,6 +39,7 @@ class Generation:
     logprobs: list[float] | None = None
     top_logprobs: list[dict[int, float]] | None = None
     draft_acceptance: float | None = None
+    score: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,19 +70,40 @@ def generate(model: GPT2, prompts: Sequence[Prompt] | np.ndarray, **options: Unp
     Raises InputError, before any compute, for an empty batch, an id outside the vocabulary, an option out of range, a string without a tokenizer, or a prompt
     that does not fit the context with the new tokens (P tokens leave room for n_positions - P + 1). Also if the model's logits turn out not to be finite.
     """
-    results = {piece.index: piece.result for piece in stream(model, prompts, **options) if piece.result is not None}
+    request = _checked(model, prompts, options)
+    if request.beams is not None:
+        return _best_beams(model, request, request.beams)
+    results = {piece.index: piece.result for piece in pieces(model, request) if piece.result is not None}
     return [results[index] for index in sorted(results)]
 
 
 def stream(model: GPT2, prompts: Sequence[Prompt] | np.ndarray, **options: Unpack[Options]) -> Iterator[Piece]:
     """`generate`, piece by piece: each row's first token after the prefill, then what each chunk of 32 steps brings.
 
-    Arguments and errors are those of `generate`; bad input is refused at the call, before the first piece is asked for.
+    Arguments and errors are those of `generate`, but for beams, which come all at once; bad input is refused at the call, before a piece is asked for.
     """
+    request = _checked(model, prompts, options)
+    if request.beams is not None:
+        raise InputError("beams come all at once and cannot be streamed; drop num_beams, or call generate")
+    return pieces(model, request)
+
+
+def _checked(model: GPT2, prompts: Any, options: Options) -> Request:
     request = Request.checked(model.config, prompts, **options)
     if request.draft_model is not None:
         check_draft(model, request.draft_model, request.draft_tokens, max(map(len, request.rows)) + request.new_tokens - 1)
-    return pieces(model, request)
+    return request
+
+
+def _best_beams(model: GPT2, request: Request, beams: Beams) -> list[Generation]:
+    wide = prepared(model, request.cache_dtype)
+    results = []
+    for row in search(wide, request.rows, request.sampling, new_tokens=request.new_tokens, **dataclasses.asdict(beams)):
+        for beam in row:
+            ended = beam.tokens[-1:] == [request.eos]
+            text = None if request.tokenizer is None else request.tokenizer.decode(beam.tokens[:-1] if ended else beam.tokens)
+            results.append(Generation(beam.tokens, text, "stop" if ended else "length", score=beam.score))
+    return results
 
 
 def pieces(model: GPT2, request: Request, *, idle: int = 0, decoder: Decoder | SpeculativeDecoder | None = None) -> Iterator[Piece]:
@@ -104,10 +128,9 @@ def pieces(model: GPT2, request: Request, *, idle: int = 0, decoder: Decoder | S
 
 
 def _decoder(model: GPT2, request: Request) -> Decoder | SpeculativeDecoder:
-    rows = len(request.rows)
     if request.draft_model is None:
-        return Decoder(prepared(model, rows), request.logprobs)
-    ready = prepared(model, rows * (request.draft_tokens + 1)), prepared(request.draft_model, rows)
+        return Decoder(prepared(model, request.cache_dtype), request.logprobs)
+    ready = prepared(model, request.cache_dtype), prepared(request.draft_model, request.cache_dtype)
     return SpeculativeDecoder(*ready, request.draft_tokens, request.logprobs)
 
 

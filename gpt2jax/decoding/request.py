@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
 
 from gpt2jax.config import ModelConfig
 from gpt2jax.decoding.filters import Sampling
-from gpt2jax.decoding.settings import check_new_tokens, check_settings, check_text
+from gpt2jax.decoding.settings import CACHE_DTYPES, check_new_tokens, check_settings, check_text
 from gpt2jax.errors import InputError
 
 if TYPE_CHECKING:
@@ -21,6 +22,16 @@ if TYPE_CHECKING:
 Prompt = str | Sequence[int] | np.ndarray
 #: Most alternatives to a token whose log-probabilities can be asked for.
 MOST_LOGPROBS = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Beams:
+    """A beam search: `returned` of the best of num_beams beams a prompt."""
+
+    num_beams: int
+    length_penalty: float
+    early_stopping: bool | Literal["never"]
+    returned: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +51,8 @@ class Request:
     slide: bool
     draft_model: GPT2 | None
     draft_tokens: int
+    cache_dtype: str | None
+    beams: Beams | None
 
     @classmethod
     def checked(
@@ -56,6 +69,10 @@ class Request:
         overflow: Any = "error",
         draft_model: GPT2 | None = None,
         draft_tokens: Any = 4,
+        cache_dtype: Any = None,
+        num_beams: Any = 1,
+        length_penalty: Any = 1.0,
+        early_stopping: Any = False,
         **settings: Any,
     ) -> Request:
         """InputError for whatever is out of range, or does not fit the model's vocabulary or context."""
@@ -69,6 +86,16 @@ class Request:
         if overflow not in ("error", "slide"):
             raise InputError(f"overflow={overflow!r} must be 'error' (refuse what does not fit the context) or 'slide' (go on over the last half of it)")
         check_settings(settings, len(prompts))
+        if cache_dtype not in (None, *CACHE_DTYPES):
+            raise InputError(f"cache_dtype={cache_dtype!r} is unknown; choose one of {', '.join(CACHE_DTYPES)}")
+        beams = None
+        if num_beams != 1:
+            others = dict(stop=bool(stop), logprobs=logprobs is not None, draft_model=draft_model is not None, overflow=overflow == "slide")
+            check_beams(num_beams, length_penalty, early_stopping, samples)
+            _refuse_with_beams([name for name, given in others.items() if given], settings)
+            beams, samples = Beams(num_beams, length_penalty, early_stopping, samples), 1
+        elif length_penalty != 1 or early_stopping is not False:
+            raise InputError("length_penalty and early_stopping say how beams compete; they need num_beams=2 or more")
         eos = end_of_text = end_of_text_id(config, tokenizer)
         if eos_token_id != "model's":
             eos = eos_token_id
@@ -86,7 +113,38 @@ class Request:
         if draft_model is not None and overflow == "slide":
             raise InputError("overflow='slide' does not go with a draft model; drop one of the two")
         rows = [prompt for prompt in ids for _ in range(samples)]
-        return cls(rows, new_tokens, sampling, eos, check_stops(stop, tokenizer), tokenizer, logprobs, overflow == "slide", draft_model, draft_tokens)
+        return cls(
+            rows,
+            new_tokens,
+            sampling,
+            eos,
+            check_stops(stop, tokenizer),
+            tokenizer,
+            logprobs,
+            overflow == "slide",
+            draft_model,
+            draft_tokens,
+            cache_dtype,
+            beams,
+        )
+
+
+def check_beams(num_beams: Any, length_penalty: Any, early_stopping: Any, returned: Any) -> None:
+    """InputError for what a beam search cannot do."""
+    check_count("num_beams", num_beams)
+    check_count("num_samples", returned, most=num_beams)
+    if isinstance(length_penalty, bool) or not isinstance(length_penalty, (int, float)) or not math.isfinite(length_penalty):
+        raise InputError(f"length_penalty={length_penalty!r} must be a finite number: 0 for plain sums, above 0 to favour longer texts, below for shorter ones")
+    if not isinstance(early_stopping, bool) and early_stopping != "never":
+        raise InputError(f"early_stopping={early_stopping!r} must be True, False or 'never'")
+
+
+def _refuse_with_beams(others: list[str], settings: Mapping[str, Any]) -> None:
+    """A search draws nothing, so what says how to draw has no meaning; temperature 0 says the same as beams do."""
+    others += [name for name in ("top_k", "top_p", "min_p", "typical_p", "seed") if name in settings]
+    others += ["temperature"] if settings.get("temperature", 0) != 0 else []
+    if others:
+        raise InputError(f"{others[0]} does not go with num_beams: a beam search draws nothing and comes all at once; drop one of the two")
 
 
 def end_of_text_id(config: ModelConfig, tokenizer: Tokenizer | None) -> int | None:

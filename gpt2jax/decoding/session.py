@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Unpack
 
-import jax
-
 from gpt2jax.decoding.generate import Piece, pieces
 from gpt2jax.decoding.loop import Decoder, common_prefix
 from gpt2jax.decoding.prepared import prepared
@@ -39,7 +37,6 @@ class Session:
         self.model, self.tokenizer = model, tokenizer
         self.tokens: list[int] = []
         self.reused = 0
-        self._weights: list[Any] = []
         self._decoder: _Keeping | None = None
 
     def send(self, more: Prompt, **options: Unpack[Options]) -> Iterator[Piece]:
@@ -51,19 +48,17 @@ class Session:
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Iterator[Piece]:
         """Continue this prompt instead of the text so far. Arguments and errors as those of `gpt2jax.stream`; one row, so no num_samples."""
-        for name, least in (("num_samples", 1), ("draft_model", None)):
+        for name, least in (("num_samples", 1), ("draft_model", None), ("num_beams", 1)):
             if options.get(name, least) != least:
                 raise InputError(f"a session has one row and one cache; drop {name}")
         settings: dict[str, Any] = {"tokenizer": self.tokenizer, **options}
         return self._pieces(Request.checked(self.model.config, [prompt], **settings))
 
     def _pieces(self, request: Request) -> Iterator[Piece]:
-        weights = jax.tree.leaves(self.model)
-        same = len(weights) == len(self._weights) and all(a is b for a, b in zip(weights, self._weights, strict=True))
-        decoder = self._decoder
-        if decoder is None or not same or decoder.alternatives != request.logprobs:
-            decoder = self._decoder = _Keeping(prepared(self.model, 1), request.logprobs)
-        self._weights, self.tokens, decoder.reused = weights, list(request.rows[0]), None
+        decoder, ready = self._decoder, prepared(self.model, request.cache_dtype)
+        if decoder is None or decoder.model is not ready or decoder.alternatives != request.logprobs:  # another `ready`: the weights have changed
+            decoder = self._decoder = _Keeping(ready, request.logprobs)
+        self.tokens, decoder.reused = list(request.rows[0]), None
         for piece in pieces(self.model, request, decoder=decoder):
             self.tokens.extend(piece.tokens)
             self.reused = decoder.reused or 0

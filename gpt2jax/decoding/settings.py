@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from gpt2jax.model.gpt2 import GPT2
     from gpt2jax.tokenizer import Tokenizer
 
+CACHE_DTYPES, WEIGHTS_DTYPES = (("float32", "bfloat16", "int8"),) * 2
+
 
 class Settings(TypedDict, total=False):
     """How the next token is chosen. Each is one value, or a list with one for each prompt. They act in this order, which is transformers':
@@ -61,6 +63,11 @@ class Options(Settings, total=False):
     logprobs: None, or how many of the likeliest tokens come with each token (0: only its own log-probability).
     draft_model: a smaller model of the same vocabulary that drafts draft_tokens (default 4) tokens at a time, which the model checks in one step. Greedy tokens
     stay the same; draws are other draws from the same distribution (see speculative.py).
+    cache_dtype: what keys and values behind the current chunk are kept in: 'float32', 'bfloat16', 'int8' (a scale for each slot of each head); by default the
+    compute dtype.
+    num_beams: search with this many beams instead of drawing (default 1: no search), as transformers does; num_samples is then how many of the best come back.
+    What acts before the temperature acts on beams too; nothing else of the above goes with it. length_penalty (default 1.0): a beam's score is the sum of its
+    log-probabilities over its length to this power. early_stopping: True, False (default) or 'never' (see beams.py).
     overflow: 'error' (default), or 'slide': go on past the context. When it is full, its last half becomes a new prompt (GPT-2's positions are absolute, so a
     window cannot move along), and penalties then count only what the model still sees. A prompt longer than the context starts with its last half window.
     """
@@ -73,6 +80,10 @@ class Options(Settings, total=False):
     logprobs: int | None
     draft_model: GPT2 | None
     draft_tokens: int
+    cache_dtype: Literal["float32", "bfloat16", "int8"] | None
+    num_beams: int
+    length_penalty: float
+    early_stopping: bool | Literal["never"]
     overflow: Literal["error", "slide"]
 
 

@@ -47,6 +47,10 @@ class Acceptance:
         """The share of drafted tokens that were taken; 0 without any."""
         return float(np.sum(self.accepted) / max(np.sum(self.drafted), 1))
 
+    def of(self, row: int) -> float:
+        """`rate` of one row."""
+        return jax.tree.map(lambda x: x[row], self).rate
+
 
 def check_draft(model: GPT2, draft: GPT2, draft_tokens: int, positions: int) -> None:
     """InputError unless `draft` can draft for `model` up to `positions` tokens of prompt and new text that are fed (all but the last new one)."""

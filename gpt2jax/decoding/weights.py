@@ -27,12 +27,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from gpt2jax.decoding.settings import CACHE_DTYPES, WEIGHTS_DTYPES
 from gpt2jax.errors import InputError
 from gpt2jax.model.gpt2 import GPT2
 from gpt2jax.model.linear import Linear, QuantizedLinear, QuantizedTable
 
-WEIGHTS_DTYPES = ("float32", "bfloat16", "int8")
-CACHE_DTYPES = ("float32", "bfloat16", "int8")
 #: Most rows for which `turned_product` is faster than a plain product, for float32.
 FEW = 32
 #: Most rows for which integer products are faster than the matrix written out as float32.
@@ -72,7 +71,7 @@ def _quantize(model: GPT2, weights_dtype: str) -> GPT2:
     return small
 
 
-def turns_weights(batch: int) -> bool:
+def turns_weights() -> bool:
     """Whether a batch of this size decodes faster with turned weights here."""
     return jax.default_backend() == "cpu"
 
