@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 # set before anything imports jax, for the tests and for the processes that they start
-os.environ["GPT2JAX_CACHE"] = tempfile.mkdtemp(prefix="gpt2jax-test-cache-")
-atexit.register(shutil.rmtree, os.environ["GPT2JAX_CACHE"], ignore_errors=True)
+if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers share the folder of the process that starts them
+    os.environ["GPT2JAX_CACHE"] = tempfile.mkdtemp(prefix="gpt2jax-test-cache-")
+    atexit.register(shutil.rmtree, os.environ["GPT2JAX_CACHE"], ignore_errors=True)
 os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["GPT2JAX_CACHE"] + "/compiled"  # many tests compile the same tiny program
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 os.environ["JAX_DEFAULT_MATMUL_PRECISION"] = "float32"
