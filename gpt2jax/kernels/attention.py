@@ -13,6 +13,27 @@ import jax.numpy as jnp
 
 from gpt2jax.model.linear import dropout
 
+#: Queries of a block of `attend_causally`: fewer skip more of what the mask hides, more make larger products.
+BLOCK = 256
+
+
+def attend_causally(
+    q_BTHK: jax.Array, k_BGTK: jax.Array, v_BGTK: jax.Array, valid_BT: jax.Array | None, *, dropout_rate: float = 0.0, dropout_key: jax.Array | None = None
+) -> jax.Array:
+    """`attend` where each token sees itself and what stands before it, but for keys whose valid_BT (bool) is False.
+
+    In blocks of queries, each against the keys up to its own end: almost half of all scores would be masked.
+    """
+    T, outs = q_BTHK.shape[1], []
+    for start in range(0, T, BLOCK):
+        end = min(start + BLOCK, T)
+        mask_BTS = jnp.tril(jnp.ones((1, end - start, end), bool), start)
+        if valid_BT is not None:
+            mask_BTS = mask_BTS & valid_BT[:, None, :end]
+        key = dropout_key if dropout_key is None or start == 0 else jax.random.fold_in(dropout_key, start)
+        outs.append(attend(q_BTHK[:, start:end], k_BGTK[:, :, :end], v_BGTK[:, :, :end], mask_BTS, dropout_rate=dropout_rate, dropout_key=key))
+    return jnp.concatenate(outs, 1)
+
 
 def attend(
     q_BTHK: jax.Array, k_BGSK: jax.Array, v_BGSK: jax.Array, mask: jax.Array, *, dropout_rate: float = 0.0, dropout_key: jax.Array | None = None

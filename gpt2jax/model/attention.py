@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from gpt2jax.config import ModelConfig
-from gpt2jax.kernels.attention import attend, attention_scores, masked_softmax, weigh_values
+from gpt2jax.kernels.attention import attend_causally, attention_scores, masked_softmax, weigh_values
 from gpt2jax.model.cache import KV, Slots, Span
 from gpt2jax.model.linear import Linear, child_key, residual_std
 
@@ -34,11 +34,7 @@ class Attention(nnx.Module):
     def __call__(self, x_BTD: jax.Array, span: Span, dropout_key: jax.Array | None = None) -> tuple[jax.Array, KV]:
         """A whole sequence: y [B, T, D], and the keys and values that a cache can start from."""
         q_BTHK, kv = self._project(x_BTD)
-        T = x_BTD.shape[1]
-        mask_BTS = jnp.tril(jnp.ones((1, T, T), bool))
-        if span.valid_BT is not None:
-            mask_BTS = mask_BTS & span.valid_BT[:, None, :]
-        o_BTHK = attend(q_BTHK, kv.k, kv.v, mask_BTS, dropout_rate=self.dropout_rate, dropout_key=dropout_key)
+        o_BTHK = attend_causally(q_BTHK, kv.k, kv.v, span.valid_BT, dropout_rate=self.dropout_rate, dropout_key=dropout_key)
         return self.out(o_BTHK), kv
 
     def start(self, kv: KV, slots: int, recent: int) -> tuple[KV, KV]:

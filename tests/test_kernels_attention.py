@@ -1,0 +1,35 @@
+"""Attention on another schedule equals the plain one. Letters: B batch, T tokens, H query heads, G key heads, K head width."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gpt2jax.kernels import attention
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_causal_blocks_are_masked_attention_with_equal_gradients(padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of 4 over 11 tokens, the last one short; a row whose first tokens are padding, so that a block has queries without any key."""
+    B, T, H, G, K = 2, 11, 4, 2, 3
+    q, k, v = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(B, T, H, K), (B, G, T, K), (B, G, T, K)]))
+    valid_BT = jnp.arange(T) >= jnp.array([[5], [0]]) if padded else None
+    mask_BTS = jnp.tril(jnp.ones((1, T, T), bool)) & (valid_BT[:, None] if padded else True)
+    calls: list[tuple[int, int]] = []
+    plain = attention.attend
+
+    def counted(q: jax.Array, k: jax.Array, *rest: jax.Array, **options: object) -> jax.Array:
+        calls.append((q.shape[1], k.shape[2]))
+        return plain(q, k, *rest, **options)
+
+    monkeypatch.setattr(attention, "attend", counted)
+    monkeypatch.setattr(attention, "BLOCK", 4)
+    weight = jax.random.normal(jax.random.key(9), q.shape)
+    blocks = lambda q, k, v: (attention.attend_causally(q, k, v, valid_BT) * weight).sum()  # noqa: E731
+    whole = lambda q, k, v: (plain(q, k, v, mask_BTS) * weight).sum()  # noqa: E731
+    np.testing.assert_allclose(attention.attend_causally(q, k, v, valid_BT), plain(q, k, v, mask_BTS), rtol=1e-5, atol=1e-6)
+    assert calls == [(4, 4), (4, 8), (3, 11)], "no block computes scores behind its own end"
+    for got, want in zip(jax.grad(blocks, (0, 1, 2))(q, k, v), jax.grad(whole, (0, 1, 2))(q, k, v), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
