@@ -62,8 +62,10 @@ def test_beams_equal_transformers(model: GPT2, num_beams: int) -> None:
     """The three prompts together, each as transformers has it alone."""
     cases = [stored for stored in STORED if stored["case"]["num_beams"] == num_beams]
     assert len(cases) == 12
+    compiled = beams._advance._cache_size()
     for stored in cases:
         check(answers(model, stored["case"], make_beams.PROMPTS), stored["beams"])
+    assert beams._advance._cache_size() <= compiled + 1, "one program for all settings"
 
 
 def test_a_live_cache_that_grows_changes_nothing(model: GPT2, monkeypatch: pytest.MonkeyPatch) -> None:

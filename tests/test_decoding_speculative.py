@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from decoding_helpers import prompt, slow_greedy, tiny
 
-from gpt2jax.decoding import filters
+from gpt2jax.decoding import filters, speculative
 from gpt2jax.decoding.filters import BROKEN, STUCK, History
 from gpt2jax.decoding.generate import generate
 from gpt2jax.decoding.loop import CHUNK, ENDED, Drawn
@@ -76,11 +76,13 @@ def test_greedy_tokens_are_those_without_a_draft() -> None:
 
 def test_a_perfect_draft_is_always_accepted() -> None:
     model, ids = tiny(), prompt(7)
+    compiled = speculative._rounds._cache_size()
     for settings in (GREEDY, dict(temperature=0.9, top_p=0.9, seed=5)):
         blocks, decoder = blocks_of(model, model, [ids], settings, 1 + 9 * 5 + 3, 4)
         assert decoder.acceptance.rounds == 10 and decoder.acceptance.rate == 1.0
         assert decoder.acceptance.drafted == 9 * 4 + 2, "the last round has use for two drafts only"
         assert len(tokens_of(blocks, 0)) == 49
+    assert speculative._rounds._cache_size() <= compiled + 1, "one program for all chunks and settings"
 
 
 def test_one_row_gives_rejected_slots_back() -> None:

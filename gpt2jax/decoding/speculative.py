@@ -29,7 +29,7 @@ from gpt2jax.model.gpt2 import GPT2
 
 #: Most drafted tokens a round: a round must fit the live cache.
 MOST_DRAFTED = CHUNK - 1
-#: What a random number is for: each one is a function of the row's seed, the index of the new token, and this.
+#: What each of the three random numbers of a place is for.
 _DRAFT, _ACCEPT, _REPLACE = range(3)
 
 
@@ -123,7 +123,7 @@ class SpeculativeDecoder:
         start = loop.Carry(target.state, history, jnp.zeros_like(count_B), jnp.asarray(stopped_B.copy()), jnp.int32(drawn))
         start, (out, done_B) = loop._first(target.model, target._hidden_BD, start, sampling, target.alternatives)
         none = Acceptance(*jnp.zeros((3, len(rows)), jnp.int32))
-        left_B = jnp.where(done_B, 0, new_tokens - 1)
+        left_B = jnp.where(done_B, 0, jnp.int32(new_tokens - 1))
         carry = Carry((target.state, draft.state), start.history, start.token_B, jnp.full_like(count_B, drawn + 1), left_B, none)
         self.acceptance = jax.tree.map(np.array, carry.acceptance)
         yield jax.tree.map(np.asarray, out)
@@ -181,8 +181,9 @@ def _round(
     usable_B = jnp.minimum(J, carry.left_B)  # a row that is nearly full checks fewer drafts, and one that has ended none
     valid_BJ = jnp.arange(J) < usable_B[:, None]
     index_BJ = carry.drawn_B[:, None] + jnp.arange(J)
+    bits_BJ3 = _random_bits(sampling.seed_B, index_BJ)
 
-    drafted_BJ, log_q_BJV, draft_state, token_BH = _draft(draft, draft_state, sampling, carry, valid_BJ)
+    drafted_BJ, log_q_BJV, draft_state, token_BH = _draft(draft, draft_state, sampling, carry, valid_BJ, bits_BJ3[..., _DRAFT])
     fed_BJ = jnp.concatenate([carry.token_B[:, None], drafted_BJ[:, :-1]], 1)
     hidden_BJD, state = model.step(fed_BJ, state, valid_BJ)
     logits_RV = logits(model, hidden_BJD.reshape(B * J, -1))[:, :V]
@@ -192,7 +193,7 @@ def _round(
     finite_BJ = jnp.isfinite(logits_RV.max(-1)).reshape(B, J)
 
     at_BJ = lambda x_BJV: jnp.take_along_axis(x_BJV, drafted_BJ[..., None], 2)[..., 0]  # noqa: E731
-    chance_BJ = jax.vmap(jax.vmap(lambda key: jnp.log(jax.random.uniform(key))))(_keys(sampling.seed_B[:, None], index_BJ, _ACCEPT))
+    chance_BJ = jnp.log((bits_BJ3[..., _ACCEPT] >> 8).astype(jnp.float32) / (1 << 24))  # of a uniform number in [0, 1)
     # a NaN of either model accepts nothing
     stays_BJ = (chance_BJ < at_BJ(log_p_BJV) - at_BJ(log_q_BJV)) & finite_BJ & (jnp.arange(1, J + 1) < usable_B[:, None])
     accepted_B = jnp.cumprod(stays_BJ, 1).sum(1)
@@ -200,7 +201,7 @@ def _round(
     at_B = lambda x_BJ: jnp.take_along_axis(x_BJ, accepted_B.reshape(B, *[1] * (x_BJ.ndim - 1)), 1)[:, 0]  # noqa: E731
     log_p_BV = at_B(log_p_BJV)
     fell_B = accepted_B + 1 < usable_B
-    last_B = _draw(jnp.where(fell_B[:, None], _residual(log_p_BV, at_B(log_q_BJV)), log_p_BV), sampling, at_B(index_BJ), _REPLACE)
+    last_B = _draw(jnp.where(fell_B[:, None], _residual(log_p_BV, at_B(log_q_BJV)), log_p_BV), sampling, at_B(bits_BJ3)[:, _REPLACE])
     last_B = jnp.where(at_B(finite_BJ), jnp.where(jnp.isfinite(log_p_BV.max(-1)), last_B, STUCK), BROKEN)
 
     place_J = jnp.arange(J)
@@ -224,28 +225,30 @@ def _round(
     return carry, _report(logits_RV, new_BJ, alternatives), count_B
 
 
-def _draft(draft: GPT2, state: DecodeState, sampling: Sampling, carry: Carry, valid_BJ: jax.Array) -> tuple[jax.Array, jax.Array, DecodeState, jax.Array]:
+def _draft(
+    draft: GPT2, state: DecodeState, sampling: Sampling, carry: Carry, valid_BJ: jax.Array, bits_BJ: jax.Array
+) -> tuple[jax.Array, jax.Array, DecodeState, jax.Array]:
     """Drafted tokens [B, J] and the distributions that they come from [B, J, V]; the draft model's state behind them; the history with them.
 
     The last step only feeds the last draft, which the cache needs if all are accepted; what it returns is not used.
     """
     J = valid_BJ.shape[1]
 
-    def step(loop_carry: tuple[DecodeState, History, jax.Array], now: tuple[jax.Array, jax.Array]) -> tuple[Any, tuple[jax.Array, jax.Array]]:
+    def step(loop_carry: tuple[DecodeState, History, jax.Array], now: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[Any, tuple[jax.Array, jax.Array]]:
         state, history, token_B = loop_carry
-        j, valid_B = now
+        j, valid_B, bits_B = now
         hidden_B1D, state = draft.step(token_B[:, None], state, valid_B[:, None])
 
         def propose() -> tuple[jax.Array, jax.Array]:
             logits_BV = logits(draft, hidden_B1D[:, 0])[:, : draft.config.vocab_size]
             log_q_BV = _log_probs(logits_BV, sampling, history, carry.drawn_B + j)
-            return _draw(log_q_BV, sampling, carry.drawn_B + j, _DRAFT), log_q_BV
+            return _draw(log_q_BV, sampling, bits_B), log_q_BV
 
         nothing = jnp.zeros_like(token_B), jnp.zeros((token_B.shape[0], draft.config.vocab_size))
         token_B, log_q_BV = jax.lax.cond(j < J - 1, propose, lambda: nothing)
         return (state, history.push(token_B), token_B), (token_B, log_q_BV)
 
-    (state, history, _), (token_JB, log_q_JBV) = jax.lax.scan(step, (state, carry.history, carry.token_B), (jnp.arange(J), valid_BJ.T))
+    (state, history, _), (token_JB, log_q_JBV) = jax.lax.scan(step, (state, carry.history, carry.token_B), (jnp.arange(J), valid_BJ.T, bits_BJ.T))
     return token_JB.T, log_q_JBV.swapaxes(0, 1), state, history.token_BH
 
 
@@ -266,23 +269,20 @@ def _residual(log_p_BV: jax.Array, log_q_BV: jax.Array) -> jax.Array:
     return jnp.where(rest_BV.sum(-1, keepdims=True) > 0, jnp.log(rest_BV), log_p_BV)
 
 
-def _draw(log_prob_BV: jax.Array, sampling: Sampling, index_B: jax.Array, purpose: int) -> jax.Array:
-    """A token of each row, int32 [B]. A row at temperature 0 has one that is certain."""
+def _draw(log_prob_BV: jax.Array, sampling: Sampling, bits_B: jax.Array) -> jax.Array:
+    """A token of each row, int32 [B], by a random uint32. A row at temperature 0 has one that is certain."""
     best_B = jnp.argmax(log_prob_BV, -1).astype(jnp.int32)
-
-    def draw() -> jax.Array:
-        seed_B = jax.vmap(jax.random.bits)(_keys(sampling.seed_B, index_B, purpose))
-        return filters._draw_by_blocks(log_prob_BV, seed_B, jnp.int32(0)).astype(jnp.int32)
-
+    draw = lambda: filters._draw_by_blocks(log_prob_BV, bits_B, jnp.int32(0)).astype(jnp.int32)  # noqa: E731
     return jax.lax.cond((sampling.temperature_B > 0).any(), draw, lambda: best_B)
 
 
-def _keys(seed: jax.Array, index: jax.Array, purpose: int) -> jax.Array:
-    """A key for each seed and index, which broadcast."""
-    one = lambda seed, index: jax.random.fold_in(jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), index), purpose)  # noqa: E731
-    for _ in range(index.ndim):
-        one = jax.vmap(one)
-    return one(jnp.broadcast_to(seed, index.shape), index)
+def _random_bits(seed_B: jax.Array, index_BJ: jax.Array) -> jax.Array:
+    """uint32 [B, J, 3]: of each place what its row's seed and its index make, whatever round it stands in. All at once, for each call is slow to compile.
+
+    What a round threw away at a place is drawn with the same numbers in the next. That keeps the distribution: nothing that was kept depends on them.
+    """
+    one = lambda seed, index: jax.random.bits(jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), index), (3,))  # noqa: E731
+    return jax.vmap(jax.vmap(one, (None, 0)))(seed_B, index_BJ)
 
 
 def _report(logits_RV: jax.Array, new_BJ: jax.Array, alternatives: int | None) -> Drawn:
