@@ -126,7 +126,7 @@ def test_real_standard_library_is_there() -> None:
         ("a.jsonl", rows("x", "y") + '{"text": "z"\n', "a.jsonl:3: not a line of JSON"),
         ("a.jsonl", rows("x").encode() + b'{"text": "\xff"}\n', "a.jsonl:2: not a line of JSON"),
         ("a.jsonl", "[" * 100_000, "a.jsonl:1: not a line of JSON"),
-        ("a.txt.gz", gzip.compress(b"hello" * 99)[:-9], "a.txt.gz: damaged or cut"),
+        ("a.txt.gz", gzip.compress(b"hello" * 99, mtime=0)[:-9], "a.txt.gz: damaged or cut"),
         ("a.txt.gz", b"hello", "a.txt.gz: damaged or cut"),
         ("a.txt.zst", b"hello", "a.txt.zst: damaged zstd"),
     ],
