@@ -151,6 +151,7 @@ def test_the_fast_path_really_runs(kind: str) -> None:
     """On a CPU no product of the loop has the order that makes XLA pack the weights first, and none writes an int8 matrix out."""
     assert weights.turns_weights() and weights.turns_weights()
     model = weights.prepare(weights.quantize(tiny(), kind), turned=True)
+    assert model.head.w_OI[...].dtype == kind
     step = jax.jit(lambda block, x: block.mlp(x)).lower(model.blocks[0], jnp.zeros((5, 1, 12))).as_text()
     products = [line for line in step.splitlines() if "dot_general" in line]
     assert len(products) == 2
