@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from decoding_helpers import tiny
 
 from gpt2jax.config import CheckpointConfig, ModelConfig, OptimizerConfig
+from gpt2jax.decoding.weights import quantize
 from gpt2jax.errors import InputError
 from gpt2jax.model.gpt2 import GPT2
 from gpt2jax.model.parameters import abstract_model, named_parameters
@@ -163,3 +165,10 @@ def test_a_damaged_checkpoint_is_one_clear_error(tmp_path: Path) -> None:
         file.write_bytes(file.read_bytes()[:10])
     with pytest.raises(InputError, match=r"cannot read the checkpoint .*damaged"):
         load_model(tmp_path / "out")
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
+def test_weights_made_smaller_are_not_saved(tmp_path: Path, dtype: str) -> None:
+    with pytest.raises(InputError, match=f"weights are {dtype}, made smaller for decoding"):
+        save_model(tmp_path / "out", quantize(tiny(), dtype), None)
+    assert list(tmp_path.iterdir()) == []

@@ -160,7 +160,7 @@ class GPT2(nnx.Module):
         return tuple(jax.tree.map(lambda leaf, i=i: leaf[i], self.blocks) for i in range(self.config.n_layer))
 
     def _embed(self, tokens_BT: jax.Array, span: Span, dropout_key: jax.Array | None) -> jax.Array:
-        x_BTD = self.position(self.token_table[...][tokens_BT], span.position_BT)
+        x_BTD = self.position(self.token_table[tokens_BT], span.position_BT)
         return dropout(x_BTD, self.config.embd_pdrop, dropout_key).astype(self.config.compute_dtype)
 
 

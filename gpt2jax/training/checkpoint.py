@@ -87,8 +87,10 @@ def load_model(path: str | Path) -> tuple[GPT2, Tokenizer | None]:
 
 
 def save_model(out: str | Path, model: GPT2, tokenizer: Tokenizer | None) -> None:
-    """Write a folder that `load_model` reads: all of it or nothing. InputError if `out` exists and is not an empty folder."""
+    """Write a folder that `load_model` reads: all of it or nothing. InputError if `out` is in use, or if the weights were made smaller for decoding."""
     out = Path(out)
+    if small := sorted({str(leaf.dtype) for leaf in jax.tree.leaves(model) if leaf.dtype != "float32"}):
+        raise InputError(f"the model's weights are {small[0]}, made smaller for decoding; save the float32 model that they were made from")
     require_unused(out, "choose another --out, or remove it")
     out.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
