@@ -378,21 +378,22 @@ def test_a_draft_model_changes_no_greedy_token() -> None:
     for one, other in zip(plain, drafted, strict=True):
         assert one.draft_acceptance is None and 0 < other.draft_acceptance <= 1
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
-    text = generate(model, ["abc"], max_new_tokens=60, temperature=0, tokenizer=BYTES, eos_token_id=None)[0].text
-    cut = generate(model, ["abc"], max_new_tokens=60, temperature=0, tokenizer=BYTES, eos_token_id=None, stop=text[20:22], draft_model=draft)[0]
+    prompts = ["abc", "d", "ef", "gh", "i"]
+    text = generate(model, prompts, max_new_tokens=45, temperature=0, tokenizer=BYTES, eos_token_id=None)[0].text
+    options = dict(max_new_tokens=45, temperature=0, tokenizer=BYTES, eos_token_id=None, logprobs=2, draft_model=draft, draft_tokens=3)
+    cut = generate(model, prompts, stop=text[20:22], **options)[0]
     assert cut.text == text[: text.index(text[20:22])] and cut.finish_reason == "stop"
 
 
 def test_in_bfloat16_a_batch_is_each_prompt_alone_up_to_rounding() -> None:
     """Sums of another order round differently, so tokens may part; along one text the log-probabilities stay within 1 % of the spread of the logits."""
-    model = tiny(compute_dtype="bfloat16")
-    texts = [slow_greedy(tiny(), ids, 40) for ids in RAGGED]
+    model, options = tiny(compute_dtype="bfloat16"), dict(max_new_tokens=40, logprobs=0, eos_token_id=None)
+    texts = [row.tokens for row in generate(tiny(), RAGGED, temperature=0, **options)]
     forced = [dict(enumerate(text)) for text in texts]
-    together = generate(model, RAGGED, max_new_tokens=40, forced_tokens=forced, logprobs=0, eos_token_id=None)
-    exact = generate(tiny(), RAGGED, max_new_tokens=40, forced_tokens=forced, logprobs=0, eos_token_id=None)
+    together, exact = (generate(m, RAGGED, forced_tokens=forced, **options) for m in (model, tiny()))
     spread = float(jnp.ptp(tiny()(jnp.asarray([RAGGED[1]]))))
-    for i, ids in enumerate(RAGGED):
-        alone = generate(model, [ids], max_new_tokens=40, forced_tokens=forced[i], logprobs=0, eos_token_id=None)[0]
+    for i in (1, 4):
+        alone = generate(model, [RAGGED[i]], forced_tokens=forced[i], **options)[0]
         assert alone.tokens == together[i].tokens == texts[i]
         np.testing.assert_allclose(alone.logprobs, together[i].logprobs, atol=0.01 * spread)
         assert 0 < np.abs(np.subtract(exact[i].logprobs, alone.logprobs)).max() < 0.02 * spread

@@ -54,7 +54,7 @@ prompts = [prompt(1), prompt(7), prompt(30), prompt(12)]
 for model, rows, heads in ((tiny(n_head=4, n_embd=24), prompts, 1), (tiny(), prompts[:3], 3)):
     spread = shard(model, data=2, tensor=4)
     assert spread.blocks.mlp.up.w.addressable_shards[0].data.shape == (2, model.config.n_embd, 5)
-    decoder = Decoder(prepared(spread, len(rows)))
+    decoder = Decoder(prepared(spread))
     decoder.prefill(rows)
     key = decoder.state.frozen[0].k
     assert key.addressable_shards[0].data.shape[:2] == (2 if len(rows) == 4 else 3, heads), key.sharding
