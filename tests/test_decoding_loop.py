@@ -180,13 +180,14 @@ def test_buckets() -> None:
     assert [loop.cache_bucket(n) for n in (1, 128, 129, 1024)] == [128, 128, 256, 1024]
 
 
-def test_only_the_live_part_is_carried_by_the_scan() -> None:
+def test_only_the_live_part_is_carried_by_the_scan(monkeypatch: pytest.MonkeyPatch) -> None:
     """A carry that held the large cache would be copied at each step."""
     decoder, sampling, carry = started(tiny(), prompt(3), eos=-1)
     arguments = (decoder.model, carry.state.frozen, loop._without_frozen(carry), sampling, np.zeros(1, bool), jnp.int32(9))
-    program = jax.make_jaxpr(lambda *arguments: loop._chunk.__wrapped__(*arguments, None))(*arguments)
-    (scan,) = (equation for equation in program.eqns if equation.primitive.name == "scan")
-    constants, carried = scan.params["num_consts"], scan.params["num_carry"]
-    sizes = [variable.aval.size for variable in scan.invars[constants : constants + carried]]
-    assert max(sizes) == loop.CHUNK * 12 < min(leaf.size for leaf in jax.tree.leaves(carry.state.frozen))
-    assert scan.params["length"] == loop.CHUNK
+    seen = []
+    monkeypatch.setattr(jax.lax, "scan", lambda step, init, xs, scan=jax.lax.scan: seen.append((init, xs)) or scan(step, init, xs))
+    jax.make_jaxpr(lambda *arguments: loop._chunk.__wrapped__(*arguments, None))(*arguments)  # a function of its own, or an earlier trace would be taken
+    ((carried, steps),) = seen
+    assert max(leaf.size for leaf in jax.tree.leaves(carried)) == max(loop.CHUNK * 12, carry.history.token_BH.size)
+    assert max(loop.CHUNK * 12, carry.history.token_BH.size) < min(leaf.size for leaf in jax.tree.leaves(carry.state.frozen))
+    assert steps.shape == (loop.CHUNK,)
