@@ -17,6 +17,7 @@ import gpt2jax.decoding.generate as module
 import gpt2jax.decoding.prepared as keeping
 from gpt2jax.decoding import loop
 from gpt2jax.decoding.generate import Generation, generate, stream
+from gpt2jax.decoding.request import sampling_of
 from gpt2jax.decoding.score import score
 from gpt2jax.errors import InputError
 from gpt2jax.tokenizer import load_tokenizer
@@ -362,6 +363,20 @@ def test_a_full_context_slides_on_request() -> None:
     ended = generate(model, prompts, max_new_tokens=120, overflow="slide", temperature=0, eos_token_id=eos)
     for free, row in zip(results, ended, strict=True):
         assert row.tokens == (free.tokens[: free.tokens.index(eos) + 1] if eos in free.tokens else free.tokens)
+
+
+def test_penalties_after_a_slide_count_the_new_text_in_the_window() -> None:
+    """70 tokens of prompt and 6 new ones fill a context of 75; its last 37 hold 31 of the prompt."""
+    model, ids = tiny(n_positions=75), prompt(70)
+    slid = generate(model, [ids], max_new_tokens=16, overflow="slide", frequency_penalty=9.0, **GREEDY)[0].tokens
+    window = [*ids, *slid[:6]][-37:]
+    decoder, sampling = (
+        loop.Decoder(keeping.prepared(model)),
+        sampling_of(dict(temperature=0.0, frequency_penalty=9.0), 1, 257, eos=-1, new_tokens=16, positions=76),
+    )
+    decoder.prefill([window])
+    blocks = decoder.decode([window], sampling, 10, prompt_lengths=[31], drawn=6, stopped_B=np.zeros(1, bool))
+    assert slid[6:] == [token for block in blocks for token in block.token[0].tolist()]
 
 
 def test_settings_that_leave_no_token_are_reported() -> None:

@@ -23,12 +23,15 @@ def test_the_heap_keeps_its_memory_on_large_pages() -> None:
     code = """
 from gpt2jax import runtime
 runtime.start()
-import numpy as np
-x = np.ones(64 << 20, np.uint8)
+import ctypes  # numpy asks for large pages itself, XLA does not
+libc, size = ctypes.CDLL(None), 64 << 20
+libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+x = libc.malloc(size)
+ctypes.memset(x, 1, size)
 rows = [line.split() for line in open("/proc/self/smaps")]
 print(sum(int(row[1]) for row in rows if row[0] == "AnonHugePages:"))
 before = [int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmRSS")][0]
-del x
+libc.free(x)
 print(before - [int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmRSS")][0])
 """
     large, given_back = map(int, in_a_process(code).split())
