@@ -45,11 +45,13 @@ def shard(model: GPT2, *, data: int = 1, tensor: int = 1) -> GPT2:
     """The model on a mesh of data x tensor devices, for `gpt2jax.generate` and the forward: nothing else in those calls changes.
 
     Parameters are spread over `tensor` where its size divides their axis and lie whole elsewhere; rows of a batch are spread over `data`.
-    InputError if there are fewer devices than the mesh has places.
+    InputError for a size below 1, or if there are fewer devices than the mesh has places.
     """
     devices = jax.devices()
-    if data < 1 or tensor < 1 or data * tensor > len(devices):
-        raise InputError(f"a mesh of data={data} x tensor={tensor} needs {max(data * tensor, 1)} devices, and there are {len(devices)}; choose a smaller one")
+    if data < 1 or tensor < 1:
+        raise InputError(f"a mesh of data={data} x tensor={tensor} has no devices; each size must be 1 or more")
+    if data * tensor > len(devices):
+        raise InputError(f"a mesh of data={data} x tensor={tensor} needs {data * tensor} devices, and there are {len(devices)}; choose a smaller one")
     mesh = Mesh(np.array(devices[: data * tensor]).reshape(data, tensor), ("data", "tensor"))
     shardings = map_variables(lambda name, variable: NamedSharding(mesh, _spec(variable, mesh)), model)
     return map_named(lambda name, leaf: jax.device_put(leaf, shardings[name]), model)
