@@ -71,6 +71,6 @@ def test_one_device_and_eight_decode_alike() -> None:
 
 
 def test_a_mesh_larger_than_the_machine_is_refused() -> None:
-    for sizes, words in ((dict(data=64, tensor=2), "data=64 x tensor=2 needs 128 devices"), (dict(tensor=0), "tensor=0 has no devices; each size must be 1 or more")):
+    for sizes, words in ((dict(data=64, tensor=2), "data=64 x tensor=2 needs 128 devices"), (dict(tensor=0), "tensor=0 has no devices")):
         with pytest.raises(InputError, match=words):
             shard(tiny(), **sizes)
