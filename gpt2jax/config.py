@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -19,80 +18,11 @@ import yaml
 from pydantic import Field
 
 from gpt2jax.errors import InputError
-
-Count = Annotated[int, Field(ge=1)]
-Natural = Annotated[int, Field(ge=0)]
-Probability = Annotated[float, Field(ge=0, lt=1)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-
-_STRICT = pydantic.ConfigDict(strict=True, extra="forbid")
-
-#: The released sizes (OpenAI, "Language Models are Unsupervised Multitask Learners", 2019; sizes as in the released hparams.json files).
-PRESETS: dict[str, dict[str, Any]] = {
-    "gpt2": dict(n_layer=12, n_head=12, n_embd=768),
-    "gpt2-medium": dict(n_layer=24, n_head=16, n_embd=1024),
-    "gpt2-large": dict(n_layer=36, n_head=20, n_embd=1280),
-    "gpt2-xl": dict(n_layer=48, n_head=25, n_embd=1600),
-}
-_RELEASED: dict[str, Any] = dict(vocab_size=50257, n_positions=1024, eos_token_id=50256)
+from gpt2jax.model.config import PRESETS as PRESETS
+from gpt2jax.model.config import STRICT, Count, ModelConfig, Natural, NonNegative, Positive, Probability, preset
 
 
-@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=_STRICT)
-class ModelConfig:
-    """The network. Names are GPT-2's own (transformers' `GPT2Config`)."""
-
-    vocab_size: Annotated[Count, "token ids that exist"] = 50257
-    n_positions: Annotated[Count, "context length in tokens"] = 1024
-    n_layer: Annotated[Count, "blocks"] = 12
-    n_head: Annotated[Count, "attention heads; must divide n_embd"] = 12
-    n_embd: Annotated[Count, "width of the residual stream"] = 768
-    n_inner: Annotated[Count | None, "width of the MLP; none means 4 x n_embd"] = None
-    position: Annotated[Literal["learned"], "position embedding"] = "learned"
-    norm: Annotated[Literal["layernorm"], "normalisation"] = "layernorm"
-    attention: Annotated[Literal["mha"], "sequence mixer"] = "mha"
-    mlp: Annotated[Literal["gelu"], "channel mixer"] = "gelu"
-    activation_function: Annotated[
-        Literal["gelu_new", "gelu_pytorch_tanh", "gelu", "relu", "silu"], "gelu_new is the tanh form GPT-2 was trained with; gelu is the erf form"
-    ] = "gelu_new"
-    layer_norm_epsilon: Annotated[Positive, "added to the variance"] = 1e-5
-    initializer_range: Annotated[Positive, "std of initial weights; residual projections divide it by sqrt(2 n_layer)"] = 0.02
-    position_initializer_range: Annotated[Positive, "std of initial positions: 0.01 as OpenAI's code, 0.02 in Hugging Face's"] = 0.01
-    embd_pdrop: Annotated[Probability, "dropout after the embeddings"] = 0.0
-    attn_pdrop: Annotated[Probability, "dropout on attention weights"] = 0.0
-    resid_pdrop: Annotated[Probability, "dropout on each block's two outputs"] = 0.0
-    eos_token_id: Annotated[Natural | None, "id that ends a text; none means no such id"] = None
-    vocab_multiple: Annotated[Count, "the token table is padded with zero rows to a multiple of this; padded ids never leave the model"] = 128
-    compute_dtype: Annotated[Literal["float32", "bfloat16"], "dtype of matmuls; parameters, softmax, norms and loss stay float32"] = "float32"
-
-    def __post_init__(self) -> None:
-        if self.n_embd % self.n_head:
-            fits = [h for h in range(1, self.n_embd + 1) if self.n_embd % h == 0]
-            near = min(fits, key=lambda h: abs(h - self.n_head))
-            raise InputError(f"model.n_head={self.n_head} does not divide model.n_embd={self.n_embd}; the nearest that does is {near}")
-        if self.eos_token_id is not None and self.eos_token_id >= self.vocab_size:
-            raise InputError(f"model.eos_token_id={self.eos_token_id} is outside the vocabulary of model.vocab_size={self.vocab_size} ids")
-
-    @property
-    def head_dim(self) -> int:
-        return self.n_embd // self.n_head
-
-    @property
-    def mlp_width(self) -> int:
-        return self.n_inner or 4 * self.n_embd
-
-    @property
-    def padded_vocab_size(self) -> int:
-        """Rows of the token table: vocab_size rounded up to a multiple of vocab_multiple (50257 -> 50304 at 128)."""
-        return math.ceil(self.vocab_size / self.vocab_multiple) * self.vocab_multiple
-
-    @classmethod
-    def preset(cls, name: str, **changes: Any) -> ModelConfig:
-        """One of the released sizes: gpt2, gpt2-medium, gpt2-large, gpt2-xl. `changes` are laid over it."""
-        return cls(**{**_preset(name), **changes})
-
-
-@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=_STRICT)
+@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=STRICT)
 class DataConfig:
     """Where tokens come from."""
 
@@ -103,7 +33,7 @@ class DataConfig:
     verify: Annotated[bool, "check each shard's checksum at start (about a second a gigabyte)"] = True
 
 
-@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=_STRICT)
+@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=STRICT)
 class TrainConfig:
     """The run's length and batch."""
 
@@ -114,7 +44,7 @@ class TrainConfig:
     log_every: Annotated[Count, "steps between lines of metrics"] = 10
 
 
-@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=_STRICT)
+@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=STRICT)
 class OptimizerConfig:
     """AdamW, or Muon on the blocks' matrices with AdamW elsewhere; linear warm-up, then cosine decay."""
 
@@ -131,7 +61,7 @@ class OptimizerConfig:
     clip_norm: Annotated[Positive | None, "limit of the gradient's global norm; none means no limit"] = 1.0
 
 
-@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=_STRICT)
+@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=STRICT)
 class EvalConfig:
     """Validation inside the run."""
 
@@ -139,7 +69,7 @@ class EvalConfig:
     sequences: Annotated[Count, "validation sequences used, from the start of the validation split"] = 64
 
 
-@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=_STRICT)
+@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=STRICT)
 class CheckpointConfig:
     """What is kept of a run."""
 
@@ -148,7 +78,7 @@ class CheckpointConfig:
     keep_best: Annotated[bool, "also keep the checkpoint of the lowest val_loss"] = True
 
 
-@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=_STRICT)
+@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=STRICT)
 class RunConfig:
     """Where the run lives."""
 
@@ -158,7 +88,7 @@ class RunConfig:
     sample_tokens: Annotated[Count, "tokens of that sample"] = 256
 
 
-@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=_STRICT)
+@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=STRICT)
 class Config:
     """A whole run."""
 
@@ -171,7 +101,7 @@ class Config:
     run: RunConfig = Field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
-        if self.sequence_length > self.model.n_positions:
+        if self.model.context is not None and self.sequence_length > self.model.context:
             raise InputError(
                 f"train.sequence_length={self.sequence_length} is longer than model.n_positions={self.model.n_positions}; lower the first or raise the second"
             )
@@ -202,7 +132,7 @@ def config_from_tree(tree: dict[str, Any], where: str = "config") -> Config:
             _check_key(key, _keys(section), f"{section}.", where)
     model = dict(tree.get("model", {}))
     if (name := model.pop("preset", None)) is not None:
-        model = {**_preset(name), **model}
+        model = {**preset(name), **model}
     sections = {}
     for section, values in {**tree, "model": model}.items():
         try:
@@ -283,6 +213,8 @@ def _parse_override(text: str) -> dict[str, Any]:
     section, key, value = match.groups()
     _check_key(section, _fields(Config), "", "command line")
     _check_key(key, _keys(section), f"{section}.", "command line")
+    if _takes(section, key, "none") and value == "none":
+        return {section: {key: value}}  # a choice of that name, not the lack of one
     if key in _fields(_section_type(section)) and _is_text(section, key):
         # a text option is taken as it stands: a folder named 2024 or yes is a name, not a number
         return {section: {key: None if value in ("null", "none") else value}}
@@ -297,6 +229,12 @@ def _is_text(section: str, key: str) -> bool:
     return hint is str or str in get_args(hint)
 
 
+def _takes(section: str, key: str, choice: str) -> bool:
+    """Whether a key chooses among names, and this is one."""
+    hint = get_type_hints(_section_type(section), include_extras=False).get(key)
+    return get_origin(hint) is Literal and choice in get_args(hint)
+
+
 def _merge(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in change.items():
@@ -308,12 +246,6 @@ def _merge(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
         else:
             merged[key] = value
     return merged
-
-
-def _preset(name: Any) -> dict[str, Any]:
-    if name not in PRESETS:
-        raise InputError(f"model.preset={name!r} is unknown; there are {', '.join(PRESETS)}")
-    return {**_RELEASED, **PRESETS[name]}
 
 
 def _keys(section: str) -> list[str]:

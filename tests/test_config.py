@@ -84,7 +84,7 @@ def test_padded_vocabulary() -> None:
         ("--model.n_head=7", ["n_head=7", "n_embd=768", "nearest that does is 6"]),
         ("--model.eos_token_id=60000", ["eos_token_id=60000", "50257"]),
         ("--train.sequence_length=2048", ["sequence_length=2048", "n_positions=1024"]),
-        ("--model.position=rope", ["position='rope'", "learned"]),
+        ("--model.position=ropes", ["position='ropes'", "learned"]),
         ("--model.preset=gpt3", ["gpt3", "gpt2-xl"]),
         ("--run.resume=yes", ["run.resume=True", "auto"]),
         ("train.steps=5", ["train.steps=5", "--section.key=value"]),
@@ -139,7 +139,12 @@ def test_in_python_bad_values_are_value_errors() -> None:
 def test_options_for_help_cover_every_key() -> None:
     named = {name for name, *_ in describe_options()}
     assert named == {f"--{section}.{key}" for section, values in to_tree(Config()).items() for key in values}
-    assert ("--model.n_inner", "int|none", "none", "width of the MLP; none means 4 x n_embd") in describe_options()
+    assert (
+        "--model.n_inner",
+        "int|none",
+        "none",
+        "width of the MLP; none means 4 x n_embd, or 8/3 x n_embd up to a multiple of 64 where it is gated",
+    ) in describe_options()
     assert all(meaning for name, _, _, meaning in describe_options() if name.split(".")[0] != "--optimizer")
 
 

@@ -185,7 +185,7 @@ def test_a_nan_deep_in_a_layer_is_named(tmp_path: Path) -> None:
 
 def test_config_is_read_as_it_stands() -> None:
     config = read_config(GOLDEN / "inner")
-    assert (config.n_layer, config.n_head, config.head_dim, config.n_embd, config.mlp_width, config.vocab_size, config.n_positions) == (L, H, K, D, F, V, C)
+    assert (config.n_layer, config.n_head, config.head_width, config.n_embd, config.mlp_width, config.vocab_size, config.n_positions) == (L, H, K, D, F, V, C)
     assert (config.activation_function, config.layer_norm_epsilon, config.eos_token_id, config.compute_dtype) == ("gelu", 1e-5, V - 1, "float32")
     assert (config.embd_pdrop, config.attn_pdrop, config.resid_pdrop, config.initializer_range) == (0.1, 0.1, 0.1, 0.02)
     assert read_config(GOLDEN / "gpt2").n_inner is None and read_config(GOLDEN / "gpt2").mlp_width == 4 * 36

@@ -17,6 +17,7 @@ def test_causal_blocks_are_masked_attention_with_equal_gradients(padded: bool, m
     q, k, v = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(B, T, H, K), (B, G, T, K), (B, G, T, K)]))
     valid_BT = jnp.arange(T) >= jnp.array([[5], [0]]) if padded else None
     mask_BTS = jnp.tril(jnp.ones((1, T, T), bool)) & (valid_BT[:, None] if padded else True)
+    segment_BT = None if valid_BT is None else jnp.where(valid_BT, 0, -1)
     calls: list[tuple[int, int]] = []
     plain = attention.attend
 
@@ -27,9 +28,9 @@ def test_causal_blocks_are_masked_attention_with_equal_gradients(padded: bool, m
     monkeypatch.setattr(attention, "attend", counted)
     monkeypatch.setattr(attention, "BLOCK", 4)
     weight = jax.random.normal(jax.random.key(9), q.shape)
-    blocks = lambda q, k, v: (attention.attend_causally(q, k, v, valid_BT) * weight).sum()  # noqa: E731
+    blocks = lambda q, k, v: (attention.attend_causally(q, k, v, segment_BT) * weight).sum()  # noqa: E731
     whole = lambda q, k, v: (plain(q, k, v, mask_BTS) * weight).sum()  # noqa: E731
-    np.testing.assert_allclose(attention.attend_causally(q, k, v, valid_BT), plain(q, k, v, mask_BTS), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(attention.attend_causally(q, k, v, segment_BT), plain(q, k, v, mask_BTS), rtol=1e-5, atol=1e-6)
     assert calls == [(4, 4), (4, 8), (3, 11)], "no block computes scores behind its own end"
     for got, want in zip(jax.grad(blocks, (0, 1, 2))(q, k, v), jax.grad(whole, (0, 1, 2))(q, k, v), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)

@@ -22,7 +22,7 @@ class Attention(nnx.Module):
     can_trim = True  # a cache of keys and values forgets its last tokens by masking their slots
 
     def __init__(self, config: ModelConfig, key: jax.Array) -> None:
-        d, h, k, dtype = config.n_embd, config.n_head, config.head_dim, jnp.dtype(config.compute_dtype)
+        d, h, k, dtype = config.n_embd, config.n_head, config.head_width, jnp.dtype(config.compute_dtype)
         std, out_std = config.initializer_range, residual_std(config.initializer_range, config.n_layer)
         self.query = Linear(child_key(key, "query"), (d,), (h, k), input_axes=("embed",), output_axes=("heads", "head"), std=std, dtype=dtype)
         self.key_value = Linear(
@@ -34,7 +34,7 @@ class Attention(nnx.Module):
     def __call__(self, x_BTD: jax.Array, span: Span, dropout_key: jax.Array | None = None) -> tuple[jax.Array, KV]:
         """A whole sequence: y [B, T, D], and the keys and values that a cache can start from."""
         q_BTHK, kv = self._project(x_BTD)
-        o_BTHK = attend_causally(q_BTHK, kv.k, kv.v, span.valid_BT, dropout_rate=self.dropout_rate, dropout_key=dropout_key)
+        o_BTHK = attend_causally(q_BTHK, kv.k, kv.v, span.segment_BT, dropout_rate=self.dropout_rate, dropout_key=dropout_key)
         return self.out(o_BTHK), kv
 
     def start(self, kv: KV, slots: int, recent: int) -> tuple[KV, KV]:

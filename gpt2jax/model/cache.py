@@ -23,17 +23,27 @@ from gpt2jax.model.linear import quantized
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """The tokens handed to a mixer: position_BT int32, and valid_BT bool (False marks padding; None means all are real)."""
+    """The tokens handed to a mixer: position_BT int32; valid_BT bool (False marks padding; None: all are real); segment_BT int32, for whole sequences.
+
+    Tokens see those of their own segment only, and a negative segment is padding; None says that causal order alone hides what must be hidden, as it does
+    where padding stands behind the real tokens.
+    """
 
     position_BT: jax.Array
     valid_BT: jax.Array | None = None
+    segment_BT: jax.Array | None = None
 
     @staticmethod
-    def of(shape: tuple[int, int], valid_BT: jax.Array | None = None) -> Span:
-        """A whole sequence from position 0; padding on either side takes no position."""
+    def of(shape: tuple[int, int], valid_BT: jax.Array | None = None, segment_BT: jax.Array | None = None) -> Span:
+        """A whole sequence: each segment (by default the row is one) starts at position 0; padding, on either side of a row, takes no position."""
+        t_BT = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
+        if segment_BT is not None:
+            segment_BT = segment_BT if valid_BT is None else jnp.where(valid_BT, segment_BT, -1)
+            starts_BT = jnp.pad(segment_BT[:, 1:] != segment_BT[:, :-1], ((0, 0), (1, 0)))
+            return Span(t_BT - jax.lax.cummax(jnp.where(starts_BT, t_BT, 0), 1), segment_BT >= 0, segment_BT)
         if valid_BT is None:
-            return Span(jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape))
-        return Span(jnp.maximum(jnp.cumsum(valid_BT, -1, dtype=jnp.int32) - 1, 0), valid_BT)
+            return Span(t_BT)
+        return Span(jnp.maximum(jnp.cumsum(valid_BT, -1, dtype=jnp.int32) - 1, 0), valid_BT, jnp.where(valid_BT, 0, -1))
 
 
 @jax.tree_util.register_dataclass

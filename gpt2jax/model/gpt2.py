@@ -75,7 +75,7 @@ class GPT2(nnx.Module):
         """
         B, T = tokens_BT.shape
         valid_BT = jnp.arange(T)[None, :] < length_B[:, None]
-        span = Span.of((B, T), valid_BT)
+        span = dataclasses.replace(Span.of((B, T), valid_BT), segment_BT=None)  # padding stands behind: no real token sees it
         x_BTD = self._embed(tokens_BT, span, None)
         frozen, live = [], []
         for block in self.unstacked():
