@@ -38,7 +38,7 @@ class ModelConfig:
     n_layer: Annotated[Count, "blocks"] = 12
     n_head: Annotated[Count, "attention heads; must divide n_embd"] = 12
     n_embd: Annotated[Count, "width of the residual stream"] = 768
-    n_inner: Annotated[Count | None, "width of the MLP; none means 4 x n_embd, or 8/3 x n_embd up to a multiple of 64 where it is gated"] = None
+    n_inner: Annotated[Count | None, "width of the MLP; none means 4 x n_embd (gated: 8/3, up to a multiple of 64)"] = None
     position: Annotated[Literal["learned", "rope", "none"], "learned: a table of n_positions rows; rope: rotated queries and keys"] = "learned"
     rope_theta: Annotated[Positive, "rope: base of the wave lengths"] = 10000.0
     rope_layout: Annotated[Literal["half", "interleaved"], "rope: pairs (j, j + K/2) as in Hugging Face's Llama, or (2j, 2j + 1) as in Meta's"] = "half"
