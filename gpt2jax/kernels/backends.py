@@ -1,0 +1,153 @@
+"""Which schedule computes causal attention over a whole sequence: one name each, chosen from static facts while JAX traces.
+
+Letters: B batch, T tokens, H query heads, G key/value heads (G divides H), K key width, V value width.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gpt2jax.config import ModelConfig
+from gpt2jax.errors import InputError
+from gpt2jax.kernels.attention import Rule, attend_causally
+from gpt2jax.kernels.flash import attend_flash
+
+#: Tokens from which `auto` prefers flash to xla. CPU: benchmarks/attention.py. Elsewhere it is a choice for memory, not measured.
+FLASH_FROM = {"cpu": 257, "gpu": 1024, "tpu": 1024}
+#: Below this many tokens `auto` leaves a TPU's kernel, whose blocks are of 128, alone.
+SPLASH_FROM = 128
+#: Widest head of cuDNN's kernel; GPUs of compute capability 9 and above have 256 in `CUDNN_WIDTH_9`.
+CUDNN_WIDTH, CUDNN_WIDTH_9 = 128, 256
+
+_platform: contextvars.ContextVar[str | None] = contextvars.ContextVar("platform", default=None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What is known of an attention before it runs. platform: cpu, gpu or tpu.
+
+    capability: a GPU's compute capability; None is a GPU without cuDNN (AMD's). One that is not there is taken for an A100.
+    """
+
+    platform: str
+    dtype: str
+    T: int
+    heads: int
+    kv_heads: int
+    key_width: int
+    value_width: int
+    segments: bool = False
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    dropout: bool = False
+    capability: tuple[int, int] | None = (8, 0)
+
+
+def attention(
+    q_BTHK: jax.Array,
+    k_BGTK: jax.Array,
+    v_BGTV: jax.Array,
+    segment_BT: jax.Array | None = None,
+    sink_H: jax.Array | None = None,
+    *,
+    rule: Rule = Rule(),
+    backend: str = "auto",
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
+) -> jax.Array:
+    """Each token over itself and what stands before it in its own segment, as `kernels.attention.attend_causally` says: [B, T, H, V] in v's dtype.
+
+    segment_BT int32, a negative one marks padding: it sees nothing, nothing sees it, and its rows are zeros. InputError if `backend` can't do it.
+    """
+    (_, T, H, K), G, V = q_BTHK.shape, k_BGTK.shape[1], v_BGTV.shape[-1]
+    platform = target_platform()
+    case = Case(
+        platform=platform, dtype=q_BTHK.dtype.name, T=T, heads=H, kv_heads=G, key_width=K, value_width=V, segments=segment_BT is not None, window=rule.window,
+        softcap=rule.softcap, sinks=sink_H is not None, dropout=dropout_rate > 0 and dropout_key is not None, capability=_capability(platform),
+    )  # fmt: skip
+    name = choose(backend, case)
+    if name == "xla":
+        return attend_causally(q_BTHK, k_BGTK, v_BGTV, segment_BT, sink_H, rule=rule, dropout_rate=dropout_rate, dropout_key=dropout_key)
+    o_BTHV = _kernel(name)(q_BTHK, k_BGTK, v_BGTV, segment_BT, sink_H, rule=rule)
+    # a kernel lets padding see padding, so that no row is without keys; zeros here are zero gradients there
+    return o_BTHV if segment_BT is None else jnp.where((segment_BT >= 0)[:, :, None, None], o_BTHV, 0)
+
+
+def choose(backend: str, case: Case) -> str:
+    """The schedule that a name stands for: xla, flash, splash or cudnn. InputError, with the reason and the way out, for a named one that can't do the case."""
+    if backend != "auto":
+        if reason := _refusal(backend, case):
+            raise InputError(f"model.attention_backend={backend} {reason}; use model.attention_backend=auto, which takes {choose('auto', case)} here")
+        return backend
+    if case.platform == "tpu" and case.T >= SPLASH_FROM and not _refusal("splash", case):
+        return "splash"
+    if case.platform == "gpu" and not _refusal("cudnn", case):
+        return "cudnn"
+    return "flash" if case.T >= FLASH_FROM[case.platform] and not _refusal("flash", case) else "xla"
+
+
+def describe(config: ModelConfig, T: int, platform: str | None = None, *, segments: bool = False, training: bool = True) -> str:
+    """One line on what attention over T tokens will run on. InputError as from `choose`. segments: padding or packed documents are marked."""
+    platform = _canonical(platform) if platform else target_platform()
+    case = Case(
+        platform=platform, dtype=config.compute_dtype, T=T, heads=config.n_head, kv_heads=config.kv_head_count, key_width=config.head_width,
+        value_width=config.head_width, segments=segments, window=config.sliding_window, softcap=config.attention_softcap, sinks=config.attention_sinks,
+        dropout=training and config.attn_pdrop > 0, capability=_capability(platform),
+    )  # fmt: skip
+    name = choose(config.attention_backend, case)
+    how = "auto on" if config.attention_backend == "auto" else "as named, on"
+    return f"attention: {name} ({how} {platform}, T={T}, {config.compute_dtype})"
+
+
+@contextlib.contextmanager
+def lowering_for(platform: str) -> Iterator[None]:
+    """Programs traced in this context are for `platform` (cpu, gpu, cuda, rocm, tpu), which need not be JAX's own: compiling for devices that are not there."""
+    token = _platform.set(_canonical(platform))
+    try:
+        yield
+    finally:
+        _platform.reset(token)
+
+
+def target_platform() -> str:
+    """cpu, gpu or tpu: what the program being traced is for."""
+    return _platform.get() or _canonical(jax.default_backend())
+
+
+def _canonical(platform: str) -> str:
+    name = {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)
+    if name not in FLASH_FROM:
+        raise InputError(f"platform {platform!r} is unknown to attention; it is one of cpu, gpu (cuda, rocm), tpu")
+    return name
+
+
+def _capability(platform: str) -> tuple[int, int] | None:
+    """Of this process's GPU; one that is not there is taken for an A100."""
+    if platform != "gpu" or jax.default_backend() != "gpu":
+        return (8, 0)
+    try:
+        major, minor = str(jax.local_devices()[0].compute_capability).split(".")
+        return int(major), int(minor)
+    except ValueError:  # AMD's are named otherwise
+        return None
+
+
+def _refusal(backend: str, case: Case) -> str | None:
+    """Why a schedule can't do a case."""
+    if backend not in ("xla", "flash"):
+        return "is not there yet"
+    if case.dropout and backend != "xla":
+        return f"has no attention dropout, and model.attn_pdrop is above 0; set model.attn_pdrop=0, or model.attention_backend=xla (no {backend})"
+    return None
+
+
+def _kernel(name: str) -> Callable[..., Any]:
+    return {"flash": attend_flash}[name]
