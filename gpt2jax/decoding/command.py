@@ -157,7 +157,7 @@ def _read_mesh(text: str | None) -> dict[str, int] | None:
 
 def _room(model: GPT2, lengths: list[int], overflow: str) -> int:
     """The new tokens that a user who names no number gets."""
-    room = model.config.n_positions + 1 - max(1, *lengths)
+    room = NEW_TOKENS if model.config.context is None else model.config.context + 1 - max(1, *lengths)
     return NEW_TOKENS if overflow == "slide" else max(min(NEW_TOKENS, room), 1)
 
 

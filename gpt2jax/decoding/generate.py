@@ -136,7 +136,8 @@ def _decoder(model: GPT2, request: Request) -> Decoder | SpeculativeDecoder:
 
 def _run(model: GPT2, request: Request, stopped_B: np.ndarray, decoder: Decoder | SpeculativeDecoder) -> Iterator[Drawn]:
     """New tokens of all rows as they come. Where the context is full, its last half is prefilled anew; so are the rows beside it, each from its own window."""
-    context, windows, left = model.config.n_positions, request.rows, request.new_tokens
+    windows, left = request.rows, request.new_tokens
+    context = model.config.context or max(map(len, windows)) + left  # what has no end is never full
     cut = [len(row) - len(window) for row, window in zip(request.rows, windows, strict=True)]
     while left:
         steps = min(left, context + 1 - max(len(window) for window, stopped in zip(windows, stopped_B, strict=True) if not stopped))

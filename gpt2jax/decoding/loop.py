@@ -57,9 +57,10 @@ class Drawn:
     top_log_prob: Any = None
 
 
-def prompt_bucket(length: int, n_positions: int) -> int:
-    """The padded length of a prompt: a power of two from 16 on, at most the context."""
-    return min(power_of_two(max(length, _SMALLEST_PROMPT)), n_positions)
+def prompt_bucket(length: int, context: int | None) -> int:
+    """The padded length of a prompt: a power of two from 16 on, at most the context, if there is an end to it."""
+    bucket = power_of_two(max(length, _SMALLEST_PROMPT))
+    return bucket if context is None else min(bucket, context)
 
 
 def cache_bucket(slots: int) -> int:
@@ -99,7 +100,7 @@ class Decoder:
     def extend(self, more: Sequence[Sequence[int]]) -> None:
         """More tokens for every row, at least one each."""
         self._commit()
-        tokens_BT, length_B = self._placed(more, prompt_bucket(max(map(len, more)), self.model.config.n_positions))
+        tokens_BT, length_B = self._placed(more, prompt_bucket(max(map(len, more)), self.model.config.context))
         self._make_room(tokens_BT.shape[1])
         self._hidden_BD, self.state = _extend(self.model, tokens_BT, length_B, self.state)
         self._filled += max(map(len, more))
@@ -156,7 +157,7 @@ class Decoder:
         return self.state.slots.valid_BS.shape[1]
 
     def _prefill(self, rows: Sequence[Sequence[int]]) -> None:
-        tokens_BT, length_B = self._placed(rows, prompt_bucket(max(map(len, rows)), self.model.config.n_positions))
+        tokens_BT, length_B = self._placed(rows, prompt_bucket(max(map(len, rows)), self.model.config.context))
         self._filled, self._recent = max(map(len, rows)), 0
         self._hidden_BD, self.state = _prefill(self.model, tokens_BT, length_B, slots=cache_bucket(tokens_BT.shape[1]))
 

@@ -103,10 +103,12 @@ class Request:
                 check_ids(f"eos_token_id={_short(eos)}", [eos], config.vocab_size)
         ids = [prompt_ids(f"prompt {place}", prompt, config, tokenizer, end_of_text) for place, prompt in enumerate(prompts)]
         for place, prompt in enumerate(ids):
-            if overflow == "slide" and config.n_positions >= 2:
-                ids[place] = prompt if len(prompt) <= config.n_positions else prompt[-(config.n_positions // 2) :]
+            if config.context is None:
+                continue
+            if overflow == "slide" and config.context >= 2:
+                ids[place] = prompt if len(prompt) <= config.context else prompt[-(config.context // 2) :]
             else:
-                check_room(place, len(prompt), new_tokens, config.n_positions)
+                check_room(place, len(prompt), new_tokens, config.context)
         allowed = config.vocab_size if tokenizer is None else tokenizer.n_vocab
         sizes = dict(allowed=allowed, samples=samples, new_tokens=new_tokens, positions=config.n_positions + 1)
         sampling = sampling_of(settings, len(prompts), config.vocab_size, eos=-1 if eos is None else eos, **sizes)
@@ -198,14 +200,14 @@ def check_ids(name: str, ids: list[Any], vocabulary: int) -> None:
             raise InputError(f"{name}: token id {token} is outside the model's vocabulary, 0 to {vocabulary - 1}; use the model's own tokenizer")
 
 
-def check_room(place: int, length: int, new_tokens: int, n_positions: int) -> None:
+def check_room(place: int, length: int, new_tokens: int, context: int) -> None:
     """The last new token is never fed back, so it takes no position."""
-    if length > n_positions:
-        raise InputError(f"prompt {place} has {length} tokens, more than the model's context of {n_positions}; shorten it, or choose overflow='slide'")
-    room = n_positions - length + 1
+    if length > context:
+        raise InputError(f"prompt {place} has {length} tokens, more than the model's context of {context}; shorten it, or choose overflow='slide'")
+    room = context - length + 1
     if new_tokens > room:
         raise InputError(
-            f"prompt {place} has {length} tokens, which leaves room for {room} new ones in the model's context of {n_positions}, "
+            f"prompt {place} has {length} tokens, which leaves room for {room} new ones in the model's context of {context}, "
             f"not {new_tokens}; shorten the prompt, lower max_new_tokens to {room}, or choose overflow='slide'"
         )
 

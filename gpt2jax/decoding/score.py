@@ -67,7 +67,7 @@ def score(model: GPT2, texts: Sequence[Prompt], *, tokenizer: Tokenizer | None =
     """
     rows = _checked(model.config, texts, tokenizer, context)
     results: list[list[float]] = [[] for _ in rows]
-    for length, places in _batches([len(before) + len(ids) - 1 for before, ids in rows], model.config.n_positions).items():
+    for length, places in _batches([len(before) + len(ids) - 1 for before, ids in rows], model.config.context).items():
         size = max(1, BATCH_TOKENS // length)
         for first in range(0, len(places), size):
             group = places[first : first + size]
@@ -101,9 +101,9 @@ def _checked(
             before, ids = ids[:1], ids[1:]
         if not ids:
             raise InputError(f"text {place} is one token, and neither the model nor a tokenizer names an end-of-text token for it to follow; pass a context")
-        if len(before) + len(ids) - 1 > config.n_positions:
+        if config.context is not None and len(before) + len(ids) - 1 > config.context:
             raise InputError(
-                f"text {place} has {len(ids)} tokens to score behind {len(before)}, more than the model's context of {config.n_positions} can take "
+                f"text {place} has {len(ids)} tokens to score behind {len(before)}, more than the model's context of {config.context} can take "
                 f"(the last one takes no place); split it, or shorten what stands before it"
             )
         rows.append((before, ids))
@@ -123,11 +123,11 @@ def _contexts(
     return [prompt_ids(f"context {place}", item, config, tokenizer, end_of_text) for place, item in enumerate(context)]
 
 
-def _batches(lengths: list[int], n_positions: int) -> dict[int, list[int]]:
+def _batches(lengths: list[int], most: int | None) -> dict[int, list[int]]:
     """Which texts go together, by their padded length."""
     places: dict[int, list[int]] = {}
     for place, length in enumerate(lengths):
-        places.setdefault(prompt_bucket(length, n_positions), []).append(place)
+        places.setdefault(prompt_bucket(length, most), []).append(place)
     return places
 
 

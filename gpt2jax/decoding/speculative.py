@@ -61,9 +61,9 @@ def check_draft(model: GPT2, draft: GPT2, draft_tokens: int, positions: int) -> 
             f"the draft model has a vocabulary of {draft.config.vocab_size} ids and the model one of {model.config.vocab_size}; "
             "both must have the same tokenizer: choose another draft model"
         )
-    if positions > draft.config.n_positions:
+    if draft.config.context is not None and positions > draft.config.context:
         raise InputError(
-            f"prompt and new text take {positions} places, more than the draft model's context of {draft.config.n_positions}; "
+            f"prompt and new text take {positions} places, more than the draft model's context of {draft.config.context}; "
             "shorten the prompt, lower max_new_tokens, or choose another draft model"
         )
     if not (model.can_trim and draft.can_trim):

@@ -30,7 +30,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from gpt2jax.decoding.settings import CACHE_DTYPES, WEIGHTS_DTYPES
 from gpt2jax.errors import InputError
 from gpt2jax.model.gpt2 import GPT2
-from gpt2jax.model.linear import Linear, QuantizedLinear, QuantizedTable
+from gpt2jax.model.linear import Linear, QuantizedLinear, QuantizedTable, add_bias
 
 #: Most rows for which `turned_product` is faster than a plain product, for float32.
 FEW = 32
@@ -66,8 +66,10 @@ def _quantize(model: GPT2, weights_dtype: str) -> GPT2:
     small: Any = nnx.clone(model)
     change = functools.partial(_with_linears, change=QuantizedLinear if weights_dtype == "int8" else cast)
     small.blocks = nnx.data(tuple(map(change, model.blocks))) if isinstance(model.blocks, tuple) else jax.vmap(change)(model.blocks)
-    table: Any = model.token_table
-    small.token_table = QuantizedTable(table) if weights_dtype == "int8" else table.replace(table[...].astype(weights_dtype))
+    for name in ("token_table", "head"):
+        table: Any = getattr(model, name)
+        if table is not None:
+            setattr(small, name, QuantizedTable(table) if weights_dtype == "int8" else table.replace(table[...].astype(weights_dtype)))
     return small
 
 
@@ -87,9 +89,9 @@ def prepare(model: GPT2, *, turned: bool, cache_dtype: str | None = None) -> GPT
         raise InputError(f"cache_dtype={cache_dtype!r} is unknown; choose one of {', '.join(CACHE_DTYPES)}")
     ready: Any = model.unstack()
     if turned:
-        dtype, table = jnp.dtype(model.config.compute_dtype), ready.token_table
+        dtype, table = jnp.dtype(model.config.compute_dtype), ready.head_table
         ready.blocks = nnx.data(tuple(_with_linears(block, TurnedLinear) for block in ready.blocks))
-        ready.head = Turned(table.w[...], table.scale[...], dtype) if isinstance(table, QuantizedTable) else Turned(table[...], None, dtype)
+        ready.turned_head = Turned(table.w[...], table.scale[...], dtype) if isinstance(table, QuantizedTable) else Turned(table[...], None, dtype)
     for block in ready.blocks if cache_dtype is not None else ():
         if not hasattr(block.mixer, "cache_dtype"):
             raise InputError(f"cache_dtype={cache_dtype!r}: the state of {type(block.mixer).__name__} has one dtype only; leave cache_dtype out")
@@ -98,8 +100,8 @@ def prepare(model: GPT2, *, turned: bool, cache_dtype: str | None = None) -> GPT
 
 
 def logits(model: GPT2, hidden_BD: jax.Array) -> jax.Array:
-    """`model.padded_logits(hidden)`, float32 [B, P], by the turned head where there is one: the token table is [out, in] as it is."""
-    head = getattr(model, "head", None)
+    """`model.padded_logits(hidden)`, float32 [B, P], by the turned head where there is one: a table of tokens is [out, in] as it is."""
+    head = getattr(model, "turned_head", None)
     if head is None:
         return model.padded_logits(hidden_BD)
     logits_BP = head(hidden_BD)
@@ -130,12 +132,12 @@ class TurnedLinear(nnx.Module):
         self.inputs, self.outputs, self.dtype = shape[: linear.contracted], shape[linear.contracted :], linear.dtype
         scale = linear.scale[...].reshape(-1) if isinstance(linear, QuantizedLinear) else None
         self.product = Turned(linear.w[...].reshape(math.prod(self.inputs), -1).T, scale, linear.dtype)
-        self.b = nnx.Param(linear.b[...])
+        self.b = None if linear.b is None else nnx.Param(linear.b[...])
 
     def __call__(self, x: jax.Array) -> jax.Array:
         rows = x.shape[: x.ndim - len(self.inputs)]
         y_RO = self.product(x.reshape(math.prod(rows), -1)).astype(self.dtype)
-        return y_RO.reshape(*rows, *self.outputs) + self.b[...].astype(self.dtype)
+        return add_bias(y_RO.reshape(*rows, *self.outputs), self.b)
 
 
 def turned_product(x_RI: jax.Array, w_OI: jax.Array) -> jax.Array:

@@ -1,6 +1,6 @@
-"""Causal multi-head attention.
+"""Causal attention: multi-head, grouped-query and multi-query.
 
-Letters: B batch, T tokens, S large cache slots, R recent slots, D width, H heads, G key/value heads (= H here), K head width.
+Letters: B batch, T tokens, S large cache slots, R recent slots, D width, H heads, G key/value heads (G divides H), K head width.
 """
 
 from __future__ import annotations
@@ -9,32 +9,54 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from gpt2jax.config import ModelConfig
-from gpt2jax.kernels.attention import attend_causally, attention_scores, masked_softmax, weigh_values
+from gpt2jax.kernels.attention import Rule, attention_scores, masked_softmax, weigh_values
+from gpt2jax.kernels.backends import attention
 from gpt2jax.model.cache import KV, Slots, Span
-from gpt2jax.model.linear import Linear, child_key, residual_std
+from gpt2jax.model.config import ModelConfig
+from gpt2jax.model.linear import Linear, child_key, normal, residual_std
+from gpt2jax.model.norm import RMSNorm
+from gpt2jax.model.position import rotation
 
 
 class Attention(nnx.Module):
-    """GPT-2's attention (Radford et al. 2019; its src/model.py `attn`). Two calls: a whole sequence, and a few tokens on top of a cache."""
+    """GPT-2's attention (Radford et al. 2019; its src/model.py `attn`), with the parts that later models changed. Two calls: a whole sequence, and a few tokens
+    on top of a cache.
+
+    G < H key/value heads: query head h reads head h // (H/G), and none is repeated in memory (GQA, Ainslie et al., arXiv:2305.13245). qk_norm: RMSNorm over
+    each head of queries and keys, before they turn (as in Qwen3; Henry et al., arXiv:2010.04245). sinks: see `masked_softmax`.
+    """
 
     cache_dtype: str | None = None  # of the frozen part of the cache; None is the compute dtype
     can_trim = True  # a cache of keys and values forgets its last tokens by masking their slots
 
     def __init__(self, config: ModelConfig, key: jax.Array) -> None:
-        d, h, k, dtype = config.n_embd, config.n_head, config.head_width, jnp.dtype(config.compute_dtype)
-        std, out_std = config.initializer_range, residual_std(config.initializer_range, config.n_layer)
-        self.query = Linear(child_key(key, "query"), (d,), (h, k), input_axes=("embed",), output_axes=("heads", "head"), std=std, dtype=dtype)
-        self.key_value = Linear(
-            child_key(key, "key_value"), (d,), (2, h, k), input_axes=("embed",), output_axes=(None, "kv_heads", "head"), std=std, dtype=dtype
-        )
-        self.out = Linear(child_key(key, "out"), (h, k), (d,), input_axes=("heads", "head"), output_axes=("embed",), std=out_std, dtype=dtype)
-        self.dropout_rate = config.attn_pdrop
+        d, h, g, k, dtype = config.n_embd, config.n_head, config.kv_head_count, config.head_width, jnp.dtype(config.compute_dtype)
+        std, out_std, bias = config.initializer_range, residual_std(config.initializer_range, config.n_layer), config.attention_bias
+        self.query = Linear(child_key(key, "query"), (d,), (h, k), input_axes=("embed",), output_axes=("heads", "head"), std=std, dtype=dtype, bias=bias)
+        kv_axes = (None, "kv_heads", "head")
+        self.key_value = Linear(child_key(key, "key_value"), (d,), (2, g, k), input_axes=("embed",), output_axes=kv_axes, std=std, dtype=dtype, bias=bias)
+        self.out = Linear(child_key(key, "out"), (h, k), (d,), input_axes=("heads", "head"), output_axes=("embed",), std=out_std, dtype=dtype, bias=bias)
+        self.query_norm = RMSNorm(config, k, "head") if config.qk_norm else None
+        self.key_norm = RMSNorm(config, k, "head") if config.qk_norm else None
+        self.sinks = normal(child_key(key, "sinks"), (h,), ("heads",), std) if config.attention_sinks else None
+        self.rotate = rotation(config, k)
+        self.rule = Rule(config.sliding_window, config.attention_softcap)
+        self.backend, self.dropout_rate = config.attention_backend, config.attn_pdrop
 
     def __call__(self, x_BTD: jax.Array, span: Span, dropout_key: jax.Array | None = None) -> tuple[jax.Array, KV]:
         """A whole sequence: y [B, T, D], and the keys and values that a cache can start from."""
-        q_BTHK, kv = self._project(x_BTD)
-        o_BTHK = attend_causally(q_BTHK, kv.k, kv.v, span.segment_BT, dropout_rate=self.dropout_rate, dropout_key=dropout_key)
+        q_BTHK, kv = self._project(x_BTD, span)
+        o_BTHK = attention(
+            q_BTHK,
+            kv.k,
+            kv.v,
+            span.segment_BT,
+            self._sink_H,
+            rule=self.rule,
+            backend=self.backend,
+            dropout_rate=self.dropout_rate,
+            dropout_key=dropout_key,
+        )
         return self.out(o_BTHK), kv
 
     def start(self, kv: KV, slots: int, recent: int) -> tuple[KV, KV]:
@@ -54,7 +76,7 @@ class Attention(nnx.Module):
 
     def step(self, x_BTD: jax.Array, frozen: KV, live: KV, slots: Slots, span: Span) -> tuple[jax.Array, KV]:
         """T more tokens, already counted in `slots` (they are its last T recent ones): y [B, T, D] and live with their keys and values."""
-        q_BTHK, new = self._project(x_BTD)
+        q_BTHK, new = self._project(x_BTD, span)
         B, T, S, R = *x_BTD.shape[:2], frozen.k.shape[2], live.k.shape[2]
         first = slots.recent - T
         # the barrier keeps XLA from fusing the update into the reads below, which would copy the buffer
@@ -62,8 +84,11 @@ class Attention(nnx.Module):
         seen_TR = jnp.arange(R)[None, :] <= first + jnp.arange(T)[:, None]
         mask_BTR = seen_TR[None] & slots.valid_BR[:, None, :]
         mask_BTS = jnp.broadcast_to(slots.valid_BS[:, None, :], (B, T, S))
-        scores = [attention_scores(q_BTHK, frozen.k, frozen.k_scale), attention_scores(q_BTHK, live.k)]
-        weights = masked_softmax(jnp.concatenate(scores, -1), jnp.concatenate([mask_BTS, mask_BTR], -1)[:, None, None])
+        mask_BTN = jnp.concatenate([mask_BTS, mask_BTR], -1)
+        if self.rule.window is not None:
+            mask_BTN = mask_BTN & (span.position_BT[:, :, None] - slots.position_BN()[:, None] < self.rule.window)
+        scores = [attention_scores(q_BTHK, frozen.k, frozen.k_scale, rule=self.rule), attention_scores(q_BTHK, live.k, rule=self.rule)]
+        weights = masked_softmax(jnp.concatenate(scores, -1), mask_BTN[:, None, None], self._sink_H)
         o_BTHK = weigh_values(weights[..., :S], frozen.v, frozen.v_scale, dtype=live.v.dtype) + weigh_values(weights[..., S:], live.v)
         return self.out(o_BTHK), live
 
@@ -71,9 +96,17 @@ class Attention(nnx.Module):
         """Live keys and values written behind the frozen ones. The caller has planned for them: filled + R <= S."""
         return jax.tree.map(lambda old, new: _write(old, new, slots.filled), frozen, live.kept_in(frozen.k.dtype))
 
-    def _project(self, x_BTD: jax.Array) -> tuple[jax.Array, KV]:
-        kv_2BGTK = self.key_value(x_BTD).transpose(2, 0, 3, 1, 4)
-        return self.query(x_BTD), KV(kv_2BGTK[0], kv_2BGTK[1])
+    def _project(self, x_BTD: jax.Array, span: Span) -> tuple[jax.Array, KV]:
+        q_BTHK, kv_BT2GK = self.query(x_BTD), self.key_value(x_BTD)
+        k_BTGK, v_BTGK = kv_BT2GK[:, :, 0], kv_BT2GK[:, :, 1]
+        if self.query_norm is not None and self.key_norm is not None:
+            q_BTHK, k_BTGK = self.query_norm(q_BTHK), self.key_norm(k_BTGK)
+        q_BTHK, k_BTGK = self.rotate(q_BTHK, span.position_BT), self.rotate(k_BTGK, span.position_BT)
+        return q_BTHK, KV(k_BTGK.transpose(0, 2, 1, 3), v_BTGK.transpose(0, 2, 1, 3))
+
+    @property
+    def _sink_H(self) -> jax.Array | None:
+        return None if self.sinks is None else self.sinks[...]
 
 
 def _write(old: jax.Array, new: jax.Array, slot: jax.Array) -> jax.Array:

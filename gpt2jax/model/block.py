@@ -8,19 +8,19 @@ from typing import Any
 import jax
 from flax import nnx
 
-from gpt2jax.config import ModelConfig
 from gpt2jax.model.attention import Attention
 from gpt2jax.model.cache import Slots, Span
+from gpt2jax.model.config import ModelConfig
 from gpt2jax.model.linear import child_key, dropout
-from gpt2jax.model.mlp import MLP
-from gpt2jax.model.norm import LayerNorm
-from gpt2jax.model.position import LearnedPositions
+from gpt2jax.model.mlp import MLP, GatedMLP
+from gpt2jax.model.norm import LayerNorm, RMSNorm
+from gpt2jax.model.position import LearnedPositions, NoPositions
 
 # The one place where a name in the config picks a class. A new component is one file and one line here.
-NORMS: dict[str, Callable[[ModelConfig], Any]] = {"layernorm": LayerNorm}
+NORMS: dict[str, Callable[[ModelConfig], Any]] = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}
 MIXERS: dict[str, Callable[[ModelConfig, jax.Array], Any]] = {"mha": Attention}
-MLPS: dict[str, Callable[[ModelConfig, jax.Array], Any]] = {"gelu": MLP}
-POSITIONS: dict[str, Callable[[ModelConfig, jax.Array], Any]] = {"learned": LearnedPositions}
+MLPS: dict[str, Callable[[ModelConfig, jax.Array], Any]] = {"gelu": MLP, "swiglu": GatedMLP, "geglu": GatedMLP}
+POSITIONS: dict[str, Callable[[ModelConfig, jax.Array], Any]] = {"learned": LearnedPositions, "rope": NoPositions, "none": NoPositions}
 
 
 class Block(nnx.Module):

@@ -1,6 +1,6 @@
 """The functional decode state.
 
-Letters: B batch, S slots of the large cache, R slots of the recent one, G key/value heads, K head width.
+Letters: B batch, S slots of the large cache, R slots of the recent one, N = S + R, G key/value heads, K head width.
 
 A mixer's state has two parts. `frozen` stays constant for a chunk of decode steps; `live` is carried by the scan and takes the new tokens. Between chunks
 `commit` writes live into frozen. Why two: XLA copies a buffer that a loop both reads and updates, at every step, so the large part must not be in the carry.
@@ -76,6 +76,10 @@ class Slots:
     valid_BR: jax.Array
     filled: jax.Array
     recent: jax.Array
+
+    def position_BN(self) -> jax.Array:
+        """The position of the token in each of the S + R slots, int32; of no meaning where a slot holds none."""
+        return jnp.cumsum(jnp.concatenate([self.valid_BS, self.valid_BR], 1), 1, dtype=jnp.int32) - 1
 
     def push(self, valid_BT: jax.Array) -> Slots:
         """T more tokens in the recent part. The caller has planned for them: recent + T <= R."""

@@ -34,7 +34,7 @@ class ModelConfig:
     """The network: each of position, norm, attention and mlp names a component, and the keys that begin alike belong to it."""
 
     vocab_size: Annotated[Count, "token ids that exist"] = 50257
-    n_positions: Annotated[Count, "context length in tokens"] = 1024
+    n_positions: Annotated[Count, "context length in tokens: rows of the table of learned positions, else what training uses by default"] = 1024
     n_layer: Annotated[Count, "blocks"] = 12
     n_head: Annotated[Count, "attention heads; must divide n_embd"] = 12
     n_embd: Annotated[Count, "width of the residual stream"] = 768

@@ -1,4 +1,4 @@
-"""GPT-2: embeddings -> blocks -> final norm -> logits through the tied token table.
+"""GPT-2: embeddings -> blocks -> final norm -> logits, through the token table unless the head is untied.
 
 Letters: B batch, T tokens, L layers, V vocabulary, P padded vocabulary, D width, S and R slots of the decode cache (see cache.py).
 """
@@ -6,16 +6,16 @@ Letters: B batch, T tokens, L layers, V vocabulary, P padded vocabulary, D width
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from gpt2jax.config import ModelConfig
 from gpt2jax.errors import InputError
 from gpt2jax.model.block import NORMS, POSITIONS, Block
 from gpt2jax.model.cache import DecodeState, Slots, Span
+from gpt2jax.model.config import ModelConfig
 from gpt2jax.model.linear import child_key, dropout, normal
 
 
@@ -27,30 +27,33 @@ class GPT2(nnx.Module):
 
     def __init__(self, config: ModelConfig, key: jax.Array) -> None:
         self.config = config
-        rows = jnp.arange(config.padded_vocab_size)[:, None] < config.vocab_size
-        table = normal(child_key(key, "tokens"), (config.vocab_size, config.n_embd), ("vocab", "embed"), config.initializer_range)
-        pad = ((0, config.padded_vocab_size - config.vocab_size), (0, 0))
-        self.token_table = table.replace(jnp.where(rows, jnp.pad(table[...], pad), 0.0))
+        self.token_table = _table(config, child_key(key, "tokens"))
+        self.head = None if config.tie_word_embeddings else _table(config, child_key(key, "head"))
         self.position = POSITIONS[config.position](config, child_key(key, "position"))
         layer_keys = jax.vmap(lambda layer: jax.random.fold_in(child_key(key, "blocks"), layer))(jnp.arange(config.n_layer))
         # lax.map stacks as vmap does, and compiles the random draws in half the time
         self.blocks = jax.lax.map(lambda layer_key: Block(config, layer_key), layer_keys)
         self.norm = NORMS[config.norm](config)
 
-    def __call__(self, tokens_BT: jax.Array, *, mask_BT: jax.Array | None = None, dropout_key: jax.Array | None = None) -> jax.Array:
+    def __call__(
+        self, tokens_BT: jax.Array, *, mask_BT: jax.Array | None = None, segment_BT: jax.Array | None = None, dropout_key: jax.Array | None = None
+    ) -> jax.Array:
         """Logits float32 [B, T, V] of tokens int32 [B, T].
 
-        mask_BT (bool): False marks padding, on either side; padding takes no position and nothing attends to it. dropout_key turns dropout on.
+        mask_BT (bool): False marks padding, on either side; padding takes no position and nothing attends to it. segment_BT (int32): documents that are packed
+        one behind the other have numbers of their own, each starts at position 0 and sees itself only. dropout_key turns dropout on.
         Raises InputError if T exceeds the context or the shape is not [B, T]. Ids must lie in [0, V): inside jit they can't be checked.
         """
         check_tokens(tokens_BT, self.config)
-        return _logits(self, tokens_BT, mask_BT, dropout_key)
+        return _logits(self, tokens_BT, mask_BT, segment_BT, dropout_key)
 
-    def hidden(self, tokens_BT: jax.Array, *, mask_BT: jax.Array | None = None, dropout_key: jax.Array | None = None) -> jax.Array:
+    def hidden(
+        self, tokens_BT: jax.Array, *, mask_BT: jax.Array | None = None, segment_BT: jax.Array | None = None, dropout_key: jax.Array | None = None
+    ) -> jax.Array:
         """The final norm's output, [B, T, D] in the compute dtype."""
         check_tokens(tokens_BT, self.config)
         B, T = tokens_BT.shape
-        span = Span.of((B, T), mask_BT)
+        span = Span.of((B, T), mask_BT, segment_BT)
         embed_key, block_key = (None, None) if dropout_key is None else jax.random.split(dropout_key)
         keys_L = None if block_key is None else jax.random.split(block_key, self.config.n_layer)
         x_BTD = self._embed(tokens_BT, span, embed_key)
@@ -64,9 +67,14 @@ class GPT2(nnx.Module):
     def padded_logits(self, x: jax.Array) -> jax.Array:
         """Hidden states [..., D] -> float32 logits [..., P]; padded ids get -inf, so that no softmax, argmax or sample sees them."""
         dtype = jnp.dtype(self.config.compute_dtype)
-        table_PD = self.token_table[...].astype(dtype)
+        table_PD = self.head_table[...].astype(dtype)
         logits = jax.lax.dot_general(x.astype(dtype), table_PD, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
         return jnp.where(jnp.arange(table_PD.shape[0]) < self.config.vocab_size, logits, -jnp.inf)
+
+    @property
+    def head_table(self) -> Any:
+        """What logits are made with, [P, D]: the token table, or the head's own."""
+        return self.token_table if self.head is None else self.head
 
     def prefill(self, tokens_BT: jax.Array, length_B: jax.Array, *, slots: int, recent: int) -> tuple[jax.Array, DecodeState]:
         """Run right-padded prompts: the hidden state [B, D] of each row's last real token, and the decode state behind all of them.
@@ -91,7 +99,7 @@ class GPT2(nnx.Module):
         """T more tokens of every row on top of a cache: hidden states [B, T, D] and the state behind them, same structure, shapes and dtypes.
 
         valid_BT (bool, all True by default): False marks padding, which takes no position and is attended by nothing.
-        The caller has planned for them: they fit the recent slots, and positions stay below n_positions.
+        The caller has planned for them: they fit the recent slots, and positions stay within the context.
         """
         if valid_BT is None:
             valid_BT = jnp.ones(tokens_BT.shape, bool)
@@ -165,11 +173,20 @@ class GPT2(nnx.Module):
 
 
 def check_tokens(tokens_BT: jax.Array, config: ModelConfig) -> None:
-    """InputError unless tokens have the shape [B, T] with 1 <= T <= n_positions and an integer dtype. Shapes are static, so this holds inside jit too."""
+    """InputError unless tokens have the shape [B, T], 1 <= T within the context, and an integer dtype. Shapes are static, so this holds inside jit too."""
     if tokens_BT.ndim != 2 or not jnp.issubdtype(tokens_BT.dtype, jnp.integer):
         raise InputError(f"tokens must be integers of shape [batch, tokens], not {tokens_BT.dtype}{list(tokens_BT.shape)}")
-    if not 1 <= tokens_BT.shape[1] <= config.n_positions:
-        raise InputError(f"{tokens_BT.shape[1]} tokens do not fit the context of n_positions={config.n_positions}; pass between 1 and {config.n_positions}")
+    if tokens_BT.shape[1] < 1:
+        raise InputError(f"tokens of shape {list(tokens_BT.shape)} are none; pass at least one a row")
+    if config.context is not None and tokens_BT.shape[1] > config.context:
+        raise InputError(f"{tokens_BT.shape[1]} tokens do not fit the context of n_positions={config.context}; pass between 1 and {config.context}")
+
+
+def _table(config: ModelConfig, key: jax.Array) -> nnx.Param[jax.Array]:
+    """A row a token id, and zero rows up to a multiple of vocab_multiple."""
+    table = normal(key, (config.vocab_size, config.n_embd), ("vocab", "embed"), config.initializer_range)
+    padded = table.replace(jnp.pad(table[...], ((0, config.padded_vocab_size - config.vocab_size), (0, 0))))
+    return cast(nnx.Param[jax.Array], padded)
 
 
 # traced and lowered once for all layers of a kind, which is most of what a decode loop's start costs; XLA inlines the calls
@@ -183,12 +200,12 @@ def _last(x_BTD: jax.Array, length_B: jax.Array) -> jax.Array:
 
 
 @jax.jit
-def _logits(model: GPT2, tokens_BT: jax.Array, mask_BT: jax.Array | None, dropout_key: jax.Array | None) -> jax.Array:
-    hidden_BTD = model.hidden(tokens_BT, mask_BT=mask_BT, dropout_key=dropout_key)
+def _logits(model: GPT2, tokens_BT: jax.Array, mask_BT: jax.Array | None, segment_BT: jax.Array | None, dropout_key: jax.Array | None) -> jax.Array:
+    hidden_BTD = model.hidden(tokens_BT, mask_BT=mask_BT, segment_BT=segment_BT, dropout_key=dropout_key)
     return model.padded_logits(hidden_BTD)[..., : model.config.vocab_size]
 
 
 def parameter_count(model: GPT2) -> int:
-    """Numbers in the parameters, without the token table's padding rows (gpt2: 124,439,808)."""
-    total = sum(leaf.size for leaf in jax.tree.leaves(model))
-    return total - (model.config.padded_vocab_size - model.config.vocab_size) * model.config.n_embd
+    """Numbers in the parameters, without the padding rows of the tables of tokens (gpt2: 124,439,808)."""
+    total, tables = sum(leaf.size for leaf in jax.tree.leaves(model)), 1 if model.config.tie_word_embeddings else 2
+    return total - tables * (model.config.padded_vocab_size - model.config.vocab_size) * model.config.n_embd

@@ -35,21 +35,31 @@ def constant(shape: tuple[int, ...], axes: Axes, value: float) -> nnx.Param[jax.
 class Linear(nnx.Module):
     """x @ w + b over any number of input and output axes, computed in `dtype`.
 
-    w: [*inputs, *outputs], the input first as in GPT-2's own Conv1D, float32 (bfloat16 where a model for decoding was made smaller); b: float32 [*outputs].
+    w: [*inputs, *outputs], the input first as in GPT-2's own Conv1D, float32 (bfloat16 where a model for decoding was made smaller); b: float32 [*outputs], or
+    None.
     """
 
     def __init__(
-        self, key: jax.Array, inputs: tuple[int, ...], outputs: tuple[int, ...], *, input_axes: Axes, output_axes: Axes, std: float, dtype: jnp.dtype
+        self,
+        key: jax.Array,
+        inputs: tuple[int, ...],
+        outputs: tuple[int, ...],
+        *,
+        input_axes: Axes,
+        output_axes: Axes,
+        std: float,
+        dtype: jnp.dtype,
+        bias: bool = True,
     ) -> None:
         draw = normal(key, inputs + outputs, input_axes + output_axes, std)
         self.w = nnx.Param(draw[...], axes=draw.axes, inputs=len(inputs))
-        self.b = constant(outputs, output_axes, 0.0)
+        self.b = constant(outputs, output_axes, 0.0) if bias else None
         self.contracted = len(inputs)
         self.dtype = dtype
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x: [..., *inputs] -> [..., *outputs] in `dtype`."""
-        return contract(x.astype(self.dtype), self.w[...].astype(self.dtype), self.contracted) + self.b[...].astype(self.dtype)
+        return add_bias(contract(x.astype(self.dtype), self.w[...].astype(self.dtype), self.contracted), self.b)
 
 
 class QuantizedLinear(nnx.Module):
@@ -67,7 +77,7 @@ class QuantizedLinear(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """x: [..., *inputs] -> [..., *outputs] in `dtype`."""
         y = contract(x.astype(self.dtype), self.w[...].astype(self.dtype), self.contracted)
-        return y * self.scale[...].astype(self.dtype) + self.b[...].astype(self.dtype)
+        return add_bias(y * self.scale[...].astype(self.dtype), self.b)
 
 
 class QuantizedTable(nnx.Module):
@@ -87,6 +97,11 @@ def quantized(w: jax.Array, over: tuple[int, ...]) -> tuple[jax.Array, jax.Array
     most = jnp.abs(w).max(over, keepdims=True)
     scale = jnp.where(most > 0, most, 127.0) / 127
     return jnp.round(w / scale).astype(jnp.int8), scale.squeeze(over)
+
+
+def add_bias(y: jax.Array, b: nnx.Param[jax.Array] | None) -> jax.Array:
+    """y + b in y's dtype; y where there is no bias."""
+    return y if b is None else y + b[...].astype(y.dtype)
 
 
 def contract(x: jax.Array, w: jax.Array, n: int) -> jax.Array:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from gpt2jax.config import ModelConfig
+from gpt2jax.model.config import ModelConfig
 from gpt2jax.model.linear import Linear, child_key, residual_std
 
 #: By the names that Hugging Face configs use. GPT-2 was trained with the tanh form (its src/model.py); the erf form differs by up to 5e-4.
@@ -26,12 +27,40 @@ class MLP(nnx.Module):
     """act(x W_up + b) W_down + b."""
 
     def __init__(self, config: ModelConfig, key: jax.Array) -> None:
-        d, f, dtype = config.n_embd, config.mlp_width, jnp.dtype(config.compute_dtype)
-        std, out_std = config.initializer_range, residual_std(config.initializer_range, config.n_layer)
-        self.up = Linear(child_key(key, "up"), (d,), (f,), input_axes=("embed",), output_axes=("mlp",), std=std, dtype=dtype)
-        self.down = Linear(child_key(key, "down"), (f,), (d,), input_axes=("mlp",), output_axes=("embed",), std=out_std, dtype=dtype)
+        d, f = config.n_embd, config.mlp_width
+        options = _options(config, config.mlp_bias is not False)
+        self.up = Linear(child_key(key, "up"), (d,), (f,), input_axes=("embed",), output_axes=("mlp",), std=config.initializer_range, **options)
+        self.down = _down(config, key, options)
         self.activation = config.activation_function
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         h_BTF = ACTIVATIONS[self.activation](self.up(x_BTD))
         return self.down(h_BTF)
+
+
+class GatedMLP(nnx.Module):
+    """(act(x W_gate) * (x W_up)) W_down, by default without biases (Shazeer, arXiv:2002.05202, section 2): SwiGLU with silu, GeGLU with gelu.
+
+    Gate and up are one map to [2, F], gate first: tensor sharding splits F, so that both of a column stay together.
+    """
+
+    def __init__(self, config: ModelConfig, key: jax.Array) -> None:
+        d, f = config.n_embd, config.mlp_width
+        options = _options(config, config.mlp_bias is True)
+        std = config.initializer_range
+        self.gate_up = Linear(child_key(key, "gate_up"), (d,), (2, f), input_axes=("embed",), output_axes=(None, "mlp"), std=std, **options)
+        self.down = _down(config, key, options)
+        self.activation = "silu" if config.mlp == "swiglu" else config.activation_function
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        h_BT2F = self.gate_up(x_BTD)
+        return self.down(ACTIVATIONS[self.activation](h_BT2F[..., 0, :]) * h_BT2F[..., 1, :])
+
+
+def _options(config: ModelConfig, bias: bool) -> dict[str, Any]:
+    return dict(dtype=jnp.dtype(config.compute_dtype), bias=bias)
+
+
+def _down(config: ModelConfig, key: jax.Array, options: dict[str, Any]) -> Linear:
+    std = residual_std(config.initializer_range, config.n_layer)
+    return Linear(child_key(key, "down"), (config.mlp_width,), (config.n_embd,), input_axes=("mlp",), output_axes=("embed",), std=std, **options)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from gpt2jax.config import ModelConfig
+from gpt2jax.model.config import ModelConfig
 from gpt2jax.model.linear import constant
 
 
@@ -24,3 +24,19 @@ class LayerNorm(nnx.Module):
         variance_BT1 = jnp.square(centred_BTD).mean(-1, keepdims=True)
         y_BTD = centred_BTD * jax.lax.rsqrt(variance_BT1 + self.eps) * self.scale[...] + self.bias[...]
         return y_BTD.astype(x_BTD.dtype)
+
+
+class RMSNorm(nnx.Module):
+    """x / sqrt(mean(x^2) + eps) * scale over the last axis (Zhang & Sennrich, arXiv:1910.07467), by default of the residual stream's width.
+
+    All in float32 and cast to x's dtype last, as in Gemma and Flax; Llama's code casts before it multiplies, which in bfloat16 differs by up to 2^-7.
+    """
+
+    def __init__(self, config: ModelConfig, width: int | None = None, axis: str = "embed") -> None:
+        self.scale = constant((width or config.n_embd,), (axis,), 1.0)
+        self.eps = config.layer_norm_epsilon
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        x32_BTD = x_BTD.astype(jnp.float32)
+        square_BT1 = jnp.square(x32_BTD).mean(-1, keepdims=True)
+        return (x32_BTD * jax.lax.rsqrt(square_BT1 + self.eps) * self.scale[...]).astype(x_BTD.dtype)

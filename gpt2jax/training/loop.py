@@ -220,8 +220,9 @@ def _print_sample(config: Config, model: GPT2, tokenizer: Tokenizer) -> None:
         return
     from gpt2jax.decoding.generate import generate
 
-    room = config.model.n_positions + 1 - max(len(tokenizer.encode(config.run.sample_prompt)), 1)
-    new = min(config.run.sample_tokens, room)
+    new = config.run.sample_tokens
+    if config.model.context is not None:
+        new = min(new, config.model.context + 1 - max(len(tokenizer.encode(config.run.sample_prompt)), 1))
     if new < 1:
         return
     [result] = generate(model, [config.run.sample_prompt], tokenizer=tokenizer, max_new_tokens=new, temperature=0.6, seed=config.train.seed)
