@@ -164,13 +164,23 @@ def test_a_vocabulary_that_disagrees_is_named_with_both_sizes(tmp_path: Path) ->
     assert "vocab_size=67" in message and "61 rows" in message
 
 
-def test_a_head_of_its_own_is_refused_by_name(tmp_path: Path) -> None:
-    def untied(weights: Weights) -> Weights:
-        head = weights["wte.weight"].copy()
-        head[-1, -1] += 1e-3
-        return weights | {"lm_head.weight": head}
+def untied(weights: Weights) -> Weights:
+    head = weights["wte.weight"].copy()
+    head[-1, -1] += 1e-3
+    return weights | {"lm_head.weight": head}
 
-    assert "lm_head.weight differs from wte.weight" in refusal(variant(tmp_path, "inner", untied))
+
+def test_a_head_of_its_own_is_read_where_config_json_says_so(tmp_path: Path) -> None:
+    model = load_huggingface(variant(tmp_path, "inner", untied, tie_word_embeddings=False))
+    assert model.head is not None and not np.asarray(model.head[...])[V:].any()
+    np.testing.assert_array_equal(model.head[...][:V], untied(weights_of("inner"))["lm_head.weight"], strict=True)
+    np.testing.assert_array_equal(model.token_table[...][:V], weights_of("inner")["wte.weight"], strict=True)
+    assert "missing lm_head.weight" in refusal(variant(tmp_path / "none", "inner", tie_word_embeddings=False))
+
+
+def test_a_head_of_its_own_is_refused_by_name_where_config_json_ties_it(tmp_path: Path) -> None:
+    message = refusal(variant(tmp_path, "inner", untied))
+    assert "lm_head.weight differs from wte.weight" in message and "tie_word_embeddings" in message
     message = refusal(variant(tmp_path / "shape", "inner", lambda w: w | {"lm_head.weight": w["wte.weight"][:-2]}))
     assert f"lm_head.weight has shape [{V - 2}, {D}]" in message
 
@@ -202,6 +212,8 @@ def test_config_is_read_as_it_stands() -> None:
         ({"initializer_range": 0.03}, "position_initializer_range", 0.03),
         ({"eos_token_id": 7}, "eos_token_id", 7),
         ({"eos_token_id": None}, "eos_token_id", None),
+        ({"eos_token_id": [7, 1]}, "eos_token_id", 7),
+        ({"eos_token_id": []}, "eos_token_id", None),
         ({"eos_token_id": 50256}, "eos_token_id", None),
         ({"n_inner": None}, "mlp_width", 4 * D),
         ({"activation_function": "relu"}, "activation_function", "relu"),
@@ -240,7 +252,8 @@ def test_what_config_json_leaves_out_is_as_in_transformers(tmp_path: Path) -> No
         ({"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn=True"),
         ({"scale_attn_weights": False}, "scale_attn_weights=False"),
         ({"add_cross_attention": True}, "add_cross_attention=True"),
-        ({"tie_word_embeddings": False}, "tie_word_embeddings=False"),
+        ({"tie_word_embeddings": None}, "tie_word_embeddings=None"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4}"),
         ({"activation_function": "gelu_fast"}, "activation_function='gelu_fast'"),
         ({"layer_norm_epsilon": 0}, "layer_norm_epsilon=0"),
         ({"layer_norm_epsilon": float("nan")}, "layer_norm_epsilon=nan"),
@@ -248,7 +261,8 @@ def test_what_config_json_leaves_out_is_as_in_transformers(tmp_path: Path) -> No
         ({"n_layer": "2"}, "n_layer='2'"),
         ({"n_embd": 12.5}, "n_embd=12.5"),
         ({"vocab_size": None}, "vocab_size=None"),
-        ({"eos_token_id": [1, 2]}, "eos_token_id=[1, 2]"),
+        ({"eos_token_id": "7"}, "eos_token_id='7'"),
+        ({"eos_token_id": ["7"]}, "eos_token_id='7'"),
         ({"attn_pdrop": 1.5}, "attn_pdrop=1.5"),
     ],
 )
@@ -274,5 +288,6 @@ def test_malformed_config_is_refused(tmp_path: Path, content: str) -> None:
 
 def test_the_map_covers_each_parameter_and_each_tensor_once() -> None:
     model = huggingface.abstract_model(read_config(GOLDEN / "inner"))
-    assert huggingface.PARAMETERS.keys() == named_parameters(model).keys()
-    assert {source.name.format(i=i) for source in huggingface.PARAMETERS.values() for i in range(L)} == weights_of("inner").keys()
+    sources = huggingface.FORMATS["gpt2"].parameters
+    assert sources.keys() - {"head"} == named_parameters(model).keys()
+    assert {source.name.format(i=i) for name, source in sources.items() if name != "head" for i in range(L)} == weights_of("inner").keys()

@@ -48,7 +48,7 @@ class TensorFolder:
         elif (folder / PICKLED).is_file() or (folder / f"{PICKLED}.index.json").is_file():
             raise InputError(
                 f'{folder} has {PICKLED} but no {SINGLE}; convert it where torch and transformers are installed: python -c "import transformers as t; '
-                f"t.GPT2LMHeadModel.from_pretrained('{folder}').save_pretrained('{folder}')\""
+                f"t.AutoModelForCausalLM.from_pretrained('{folder}').save_pretrained('{folder}')\""
             )
         else:
             raise InputError(f"{folder} holds no weights: neither {SINGLE} nor {INDEX} is there")
