@@ -39,7 +39,7 @@ def _dispatch(arguments: list[str]) -> int:
     run: dict[str, Callable[[argparse.Namespace, list[str]], int]] = {}
 
     train = commands.add_parser("train", help="train a model", description="Train a model. With no CONFIG: configs/quickstart.yaml.", add_help=False)
-    train.add_argument("config", nargs="?", metavar="CONFIG", help="a YAML file")
+    train.add_argument("config", nargs="*", metavar="CONFIG", help="YAML files, each laid over those before it")
     train.add_argument("-h", "--help", action="store_true")
     run["train"] = _train
 
@@ -91,7 +91,7 @@ def _train(options: argparse.Namespace, overrides: list[str]) -> int:
     from gpt2jax.config import describe_options, load_config
 
     if options.help:
-        print("usage: train.py [CONFIG] [--section.key=value ...]\n\nTrain a model. With no CONFIG: configs/quickstart.yaml.\n\noptions:")
+        print("usage: train.py [CONFIG ...] [--section.key=value ...]\n\nTrain a model. With no CONFIG: configs/quickstart.yaml; of several each is laid over those before it.\n\noptions:")
         for name, kind, default, meaning in describe_options():
             print(f"  {name:38} {meaning} ({kind}; default {default!s})")
         return 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -41,6 +42,9 @@ class TrainConfig:
     batch_size: Annotated[Count, "sequences a step, over all devices"] = 8
     sequence_length: Annotated[Count | None, "tokens a sequence; none means model.n_positions"] = None
     seed: Annotated[Natural, "seed of the initial weights, the data order and dropout"] = 0
+    remat: Annotated[
+        Literal["none", "block", "dots"], "what the backward pass computes again to save memory: nothing, whole blocks, or all of a block but its matmuls"
+    ] = "none"
     log_every: Annotated[Count, "steps between lines of metrics"] = 10
 
 
@@ -111,15 +115,16 @@ class Config:
         return self.train.sequence_length or self.model.n_positions
 
 
-def load_config(path: str | Path | None = None, overrides: list[str] | tuple[str, ...] = ()) -> Config:
-    """Read a YAML file (none: all defaults), lay `--section.key=value` strings over it, and check the whole.
+def load_config(path: str | Path | Sequence[str | Path] | None = None, overrides: Sequence[str] = ()) -> Config:
+    """Read a YAML file (none: all defaults; several: each laid over those before it), lay `--section.key=value` strings over it, and check the whole.
 
     Raises InputError, one line, for a missing or malformed file, an unknown key (with the nearest valid one), a wrong type or an impossible combination.
     """
-    tree = read_yaml(Path(path)) if path is not None else {}
-    for override in overrides:
-        tree = _merge(tree, _parse_override(override))
-    return config_from_tree(tree, where=str(path) if path is not None else "command line")
+    paths = [] if path is None else [path] if isinstance(path, (str, Path)) else list(path)
+    tree: dict[str, Any] = {}
+    for part in [*(read_yaml(Path(path)) for path in paths), *map(_parse_override, overrides)]:
+        tree = _merge(tree, part)
+    return config_from_tree(tree, where=", ".join(map(str, paths)) or "command line")
 
 
 def config_from_tree(tree: dict[str, Any], where: str = "config") -> Config:

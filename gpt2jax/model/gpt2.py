@@ -6,6 +6,8 @@ Letters: B batch, T tokens, L layers, V vocabulary, P padded vocabulary, D width
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any, cast
 
 import jax
@@ -17,6 +19,14 @@ from gpt2jax.model.block import NORMS, POSITIONS, Block
 from gpt2jax.model.cache import DecodeState, Slots, Span
 from gpt2jax.model.config import ModelConfig
 from gpt2jax.model.linear import child_key, dropout, normal
+
+
+#: Rematerialisation by name: of each block the backward pass computes again nothing, all, or all but the products with weights (Chen et al., arXiv:1604.06174).
+REMAT: dict[str, Callable[..., Any]] = {
+    "none": lambda run: run,
+    "block": jax.checkpoint,
+    "dots": functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
+}
 
 
 class GPT2(nnx.Module):
@@ -48,20 +58,27 @@ class GPT2(nnx.Module):
         return _logits(self, tokens_BT, mask_BT, segment_BT, dropout_key)
 
     def hidden(
-        self, tokens_BT: jax.Array, *, mask_BT: jax.Array | None = None, segment_BT: jax.Array | None = None, dropout_key: jax.Array | None = None
+        self,
+        tokens_BT: jax.Array,
+        *,
+        mask_BT: jax.Array | None = None,
+        segment_BT: jax.Array | None = None,
+        dropout_key: jax.Array | None = None,
+        remat: str = "none",
     ) -> jax.Array:
-        """The final norm's output, [B, T, D] in the compute dtype."""
+        """The final norm's output, [B, T, D] in the compute dtype. remat, one of `REMAT`: what the backward pass computes again instead of keeping it."""
         check_tokens(tokens_BT, self.config)
         B, T = tokens_BT.shape
         span = Span.of((B, T), mask_BT, segment_BT)
         embed_key, block_key = (None, None) if dropout_key is None else jax.random.split(dropout_key)
         keys_L = None if block_key is None else jax.random.split(block_key, self.config.n_layer)
         x_BTD = self._embed(tokens_BT, span, embed_key)
+        run = REMAT[remat](lambda block, x, span, key: block(x, span, key)[0])
         if isinstance(self.blocks, tuple):
             for i, block in enumerate(self.blocks):
-                x_BTD, _ = block(x_BTD, span, None if keys_L is None else keys_L[i])
+                x_BTD = run(block, x_BTD, span, None if keys_L is None else keys_L[i])
         else:
-            x_BTD, _ = jax.lax.scan(lambda x, layer: (layer[0](x, span, layer[1])[0], None), x_BTD, (self.blocks, keys_L))
+            x_BTD, _ = jax.lax.scan(lambda x, layer: (run(layer[0], x, span, layer[1]), None), x_BTD, (self.blocks, keys_L))
         return self.norm(x_BTD)
 
     def padded_logits(self, x: jax.Array) -> jax.Array:

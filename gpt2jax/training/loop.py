@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from gpt2jax.config import Config, to_tree, to_yaml
 from gpt2jax.data import TokenData, default_cache_dir, open_data, resolve_source
 from gpt2jax.errors import InputError
+from gpt2jax.kernels.backends import describe
 from gpt2jax.model.gpt2 import GPT2, parameter_count
 from gpt2jax.model.parameters import abstract_model, with_parameters
 from gpt2jax.parallel.mesh import data_mesh, replicate, split_rows
@@ -60,11 +61,12 @@ def train(config: Config) -> int:
 
 
 def _run(config: Config, run_dir: Path, tokenizer: Tokenizer, splits: dict[str, TokenData], signals: _Signals) -> int:
+    attention = describe(config.model, config.sequence_length)
     mesh = data_mesh(config.train.batch_size)
     skeleton = abstract_model(config.model)
     optimizer = make_optimizer(config.optimizer, config.train.steps, skeleton)
     schedule = make_schedule(config.optimizer, config.train.steps)
-    step_function = make_train_step(config.model, optimizer, schedule, config.optimizer.learning_rate, config.train.seed)
+    step_function = make_train_step(config.model, optimizer, schedule, config.optimizer.learning_rate, config.train.seed, config.train.remat)
     evaluate = _make_evaluate(config, skeleton, mesh, tokenizer, splits["val"])
 
     _lay_out(run_dir, config, tokenizer, splits["train"])
@@ -75,7 +77,7 @@ def _run(config: Config, run_dir: Path, tokenizer: Tokenizer, splits: dict[str, 
     step, steps = int(state.step), config.train.steps
     metrics = MetricsFile(run_dir / "metrics.jsonl", step)
     batch_tokens = config.train.batch_size * config.sequence_length
-    _introduce(config, skeleton, splits, run_dir, step if restored else None)
+    _introduce(config, skeleton, splits, run_dir, step if restored else None, attention)
 
     val_loss: float | None = None
     mark = (time.monotonic(), step)
@@ -181,10 +183,10 @@ def _lay_out(run_dir: Path, config: Config, tokenizer: Tokenizer, data: TokenDat
     write_text(run_dir / CONFIG, to_yaml(config))
 
 
-def _introduce(config: Config, skeleton: GPT2, splits: dict[str, TokenData], run_dir: Path, resumed: int | None) -> None:
+def _introduce(config: Config, skeleton: GPT2, splits: dict[str, TokenData], run_dir: Path, resumed: int | None, attention: str) -> None:
     print(to_yaml(config))
     devices = jax.devices()
-    print(f"model: {parameter_count(skeleton):,} parameters; devices: {len(devices)} x {devices[0].device_kind}")
+    print(f"model: {parameter_count(skeleton):,} parameters; devices: {len(devices)} x {devices[0].device_kind}; {attention}")
     sizes = ", ".join(f"{split} {data.tokens:,} tokens" for split, data in splits.items())
     print(f"data: {sizes}; {config.train.batch_size} x {config.sequence_length} tokens a step; run folder {run_dir}")
     if resumed is not None:

@@ -19,8 +19,10 @@ def token_losses(logits_BTP: jax.Array, targets_BT: jax.Array) -> tuple[jax.Arra
     return jnp.where(counts_BT, losses_BT, 0.0), counts_BT
 
 
-def mean_loss(model: GPT2, inputs_BT: jax.Array, targets_BT: jax.Array, dropout_key: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+def mean_loss(
+    model: GPT2, inputs_BT: jax.Array, targets_BT: jax.Array, dropout_key: jax.Array | None = None, remat: str = "none"
+) -> tuple[jax.Array, jax.Array]:
     """(mean loss in nats over the targets that count, their number); the mean of none is 0."""
-    losses_BT, counts_BT = token_losses(model.padded_logits(model.hidden(inputs_BT, dropout_key=dropout_key)), targets_BT)
+    losses_BT, counts_BT = token_losses(model.padded_logits(model.hidden(inputs_BT, dropout_key=dropout_key, remat=remat)), targets_BT)
     number = counts_BT.sum()
     return losses_BT.sum() / jnp.maximum(number, 1), number

@@ -46,7 +46,7 @@ def init_parameters(config: ModelConfig, key: jax.Array) -> dict[str, jax.Array]
 
 
 def make_train_step(
-    config: ModelConfig, optimizer: optax.GradientTransformation, schedule: Callable[[Any], Any], learning_rate: float, seed: int
+    config: ModelConfig, optimizer: optax.GradientTransformation, schedule: Callable[[Any], Any], learning_rate: float, seed: int, remat: str = "none"
 ) -> Callable[[TrainState, Batch, Batch], tuple[TrainState, Metrics]]:
     """step(state, inputs, targets) -> (state, metrics): jitted, the old state donated; inputs and targets int32 [B, T].
 
@@ -60,7 +60,7 @@ def make_train_step(
         key = jax.random.fold_in(jax.random.key(seed), state.step) if dropped else None
 
         def loss_of(parameters: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            return mean_loss(with_parameters(skeleton, parameters), inputs_BT, targets_BT, key)
+            return mean_loss(with_parameters(skeleton, parameters), inputs_BT, targets_BT, key, remat)
 
         (loss, targets), gradients = jax.value_and_grad(loss_of, has_aux=True)(state.parameters)
         updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.parameters)
