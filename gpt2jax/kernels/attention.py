@@ -31,6 +31,10 @@ class Rule:
     scale: float | None = None
 
 
+#: Nothing but causality.
+CAUSAL = Rule()
+
+
 def attend_causally(
     q_BTHK: jax.Array,
     k_BGTK: jax.Array,
@@ -38,7 +42,7 @@ def attend_causally(
     segment_BT: jax.Array | None = None,
     sink_H: jax.Array | None = None,
     *,
-    rule: Rule = Rule(),
+    rule: Rule = CAUSAL,
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
 ) -> jax.Array:
@@ -75,7 +79,7 @@ def attend(
     mask: jax.Array,
     sink_H: jax.Array | None = None,
     *,
-    rule: Rule = Rule(),
+    rule: Rule = CAUSAL,
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
 ) -> jax.Array:
@@ -89,7 +93,7 @@ def attend(
     return weigh_values(dropout(weights_BGQTS, dropout_rate, dropout_key), v_BGSK)
 
 
-def attention_scores(q_BTHK: jax.Array, k_BGSK: jax.Array, scale_BGS: jax.Array | None = None, *, rule: Rule = Rule()) -> jax.Array:
+def attention_scores(q_BTHK: jax.Array, k_BGSK: jax.Array, scale_BGS: jax.Array | None = None, *, rule: Rule = CAUSAL) -> jax.Array:
     """Scaled dot products in float32, [B, G, Q, T, S]. Keys of another dtype, times `scale` if they are int8, are read as q's."""
     B, T, H, K = q_BTHK.shape
     G, S = k_BGSK.shape[1:3]

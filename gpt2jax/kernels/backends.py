@@ -16,11 +16,13 @@ import jax.numpy as jnp
 
 from gpt2jax.config import ModelConfig
 from gpt2jax.errors import InputError
-from gpt2jax.kernels.attention import Rule, attend_causally
+from gpt2jax.kernels.attention import CAUSAL, Rule, attend_causally
+from gpt2jax.kernels.cudnn import attend_cudnn
 from gpt2jax.kernels.flash import attend_flash
 
+BACKENDS = ("auto", "xla", "flash", "splash", "cudnn")
 #: Tokens from which `auto` prefers flash to xla. CPU: benchmarks/attention.py. Elsewhere it is a choice for memory, not measured.
-FLASH_FROM = {"cpu": 257, "gpu": 1024, "tpu": 1024}
+FLASH_FROM = {"cpu": 256, "gpu": 1024, "tpu": 1024}
 #: Below this many tokens `auto` leaves a TPU's kernel, whose blocks are of 128, alone.
 SPLASH_FROM = 128
 #: Widest head of cuDNN's kernel; GPUs of compute capability 9 and above have 256 in `CUDNN_WIDTH_9`.
@@ -58,7 +60,7 @@ def attention(
     segment_BT: jax.Array | None = None,
     sink_H: jax.Array | None = None,
     *,
-    rule: Rule = Rule(),
+    rule: Rule = CAUSAL,
     backend: str = "auto",
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
@@ -83,6 +85,8 @@ def attention(
 
 def choose(backend: str, case: Case) -> str:
     """The schedule that a name stands for: xla, flash, splash or cudnn. InputError, with the reason and the way out, for a named one that can't do the case."""
+    if backend not in BACKENDS:
+        raise InputError(f"model.attention_backend={backend} is unknown; it is one of {', '.join(BACKENDS)}")
     if backend != "auto":
         if reason := _refusal(backend, case):
             raise InputError(f"model.attention_backend={backend} {reason}; use model.attention_backend=auto, which takes {choose('auto', case)} here")
@@ -142,12 +146,49 @@ def _capability(platform: str) -> tuple[int, int] | None:
 
 def _refusal(backend: str, case: Case) -> str | None:
     """Why a schedule can't do a case."""
-    if backend not in ("xla", "flash"):
-        return "is not there yet"
-    if case.dropout and backend != "xla":
-        return f"has no attention dropout, and model.attn_pdrop is above 0; set model.attn_pdrop=0, or model.attention_backend=xla (no {backend})"
+    if backend == "xla":
+        return None
+    if case.dropout:
+        return "has no dropout on attention weights (model.attn_pdrop, which 0 turns off)"
+    if backend == "flash":
+        return None
+    if backend == "splash":
+        return _splash_refusal(case)
+    return _cudnn_refusal(case)
+
+
+def _splash_refusal(case: Case) -> str | None:
+    if case.platform != "tpu":
+        return f"is a kernel for TPUs, and this is a {case.platform}"
+    if case.dtype not in ("float32", "bfloat16"):
+        return f"computes in float32 or bfloat16, and model.compute_dtype is {case.dtype}"
     return None
 
 
+def _cudnn_refusal(case: Case) -> str | None:
+    """From check_layout and check_is_flash_attention of jax/_src/cudnn/fused_attention_stablehlo.py (jax 0.10.2)."""
+    if case.platform != "gpu" or case.capability is None:
+        return f"is a kernel for NVIDIA's GPUs, and this is {'an AMD' if case.platform == 'gpu' else 'a'} {case.platform}"
+    if case.capability < (8, 0):
+        return f"needs a GPU of compute capability 8.0 (Ampere) or above, and this one has {case.capability[0]}.{case.capability[1]}"
+    if case.dtype not in ("float16", "bfloat16"):
+        return f"computes in bfloat16 or float16, and model.compute_dtype is {case.dtype}"
+    widest = CUDNN_WIDTH if case.capability < (9, 0) else CUDNN_WIDTH_9
+    if max(case.key_width, case.value_width) > widest:
+        return f"has heads of at most {widest} on this GPU, and these are {max(case.key_width, case.value_width)} wide"
+    if case.segments:
+        return "can't mark padding or packed documents without a T x T mask"
+    if case.softcap is not None:
+        return f"has no cap on scores (model.attention_softcap={case.softcap})"
+    return "has no sinks (model.attention_sinks)" if case.sinks else None
+
+
 def _kernel(name: str) -> Callable[..., Any]:
-    return {"flash": attend_flash}[name]
+    """Pallas takes half a second to import, so only who needs it does."""
+    if name == "flash":
+        return attend_flash
+    if name == "cudnn":
+        return attend_cudnn
+    from gpt2jax.kernels.splash import attend_splash
+
+    return attend_splash

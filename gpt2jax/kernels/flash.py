@@ -1,9 +1,9 @@
-"""Attention in blocks of queries and keys, plain JAX: runs everywhere, and nothing of size T x T is ever in memory.
+"""Attention in blocks of queries and keys, in plain JAX: it runs everywhere, and no T x T array is ever in memory.
 
-FlashAttention-2 (Dao, arXiv:2307.08691, algorithms 1 and 2): a running softmax over blocks of keys forward; backward, the weights of a block again from queries,
+FlashAttention-2 (Dao, arXiv:2307.08691, algorithms 1 and 2): a running softmax over blocks of keys; backward, the weights of a block once more, from queries,
 keys and the logarithm of each row's sum.
 
-Letters: B batch, T tokens, H query heads, G key/value heads, Q = H/G, K key width, V value width; n blocks of S tokens each, N = Q S rows of queries in a block.
+Letters: B batch, T tokens, H query heads, G key/value heads, Q = H/G, K key width, V value width; n blocks of S tokens, N = Q S rows of a block of queries.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gpt2jax.kernels.attention import Rule, capped
+from gpt2jax.kernels.attention import CAUSAL, Rule, capped
 
 #: Most tokens in a block.
 BLOCK = 256
@@ -31,7 +31,7 @@ def attend_flash(
     segment_BT: jax.Array | None = None,
     sink_H: jax.Array | None = None,
     *,
-    rule: Rule = Rule(),
+    rule: Rule = CAUSAL,
 ) -> jax.Array:
     """`attention.attend_causally` without dropout: [B, T, H, V] in v's dtype. What stands at padding is not zeroed here: it attends to padding."""
     (B, T, H, K), G = q_BTHK.shape, k_BGTK.shape[1]
@@ -95,8 +95,7 @@ def _backward(rule: Rule, saved: tuple[Any, ...], do_nBGNV: jax.Array) -> tuple[
             dq_nBGNK, dk_BGSK, dv_BGSV = carry
             q_BGNK, do_BGNV = q_nBGNK[i], do_nBGNV[i]
             scores_BGNS = capped(_dot("BGNK,BGSK->BGNS", q_BGNK, k_BGSK), rule)
-            seen = _mask(i, j, N, S, segment_nBS, rule)
-            weights_BGNS = jnp.where(seen, jnp.exp(jnp.where(seen, scores_BGNS, HIDDEN) - log_sum_nBGN[i][..., None]), 0.0)
+            weights_BGNS = jnp.exp(jnp.where(_mask(i, j, N, S, segment_nBS, rule), scores_BGNS, HIDDEN) - log_sum_nBGN[i][..., None])
             ds_BGNS = weights_BGNS * (_dot("BGNV,BGSV->BGNS", do_BGNV, v_BGSV) - mean_nBGN[i][..., None])
             if rule.softcap is not None:
                 ds_BGNS = ds_BGNS * (1 - (scores_BGNS / rule.softcap) ** 2)
