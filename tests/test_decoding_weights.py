@@ -79,7 +79,7 @@ def test_every_linear_map_of_every_block_is_turned_and_the_model_is_left_alone()
     for block in turned.blocks:
         parts = (block.mixer.query, block.mixer.key_value, block.mixer.out, block.mlp.up, block.mlp.down)
         assert [type(part) for part in parts] == [weights.TurnedLinear] * 5
-    assert all(a is b for a, b in zip(before, jax.tree.leaves(model), strict=True)) and not hasattr(model, "head")
+    assert all(a is b for a, b in zip(before, jax.tree.leaves(model), strict=True)) and not hasattr(model, "turned_head")
     tokens_BT = jnp.asarray([prompt(21), prompt(21, seed=1)])
     np.testing.assert_allclose(turned(tokens_BT), model(tokens_BT), rtol=1e-4, atol=1e-4)
 
@@ -151,7 +151,7 @@ def test_the_fast_path_really_runs(kind: str) -> None:
     """On a CPU no product of the loop has the order that makes XLA pack the weights first, and none writes an int8 matrix out."""
     assert weights.turns_weights() and weights.turns_weights()
     model = weights.prepare(weights.quantize(tiny(), kind), turned=True)
-    assert model.head.w_OI[...].dtype == kind
+    assert model.turned_head.w_OI[...].dtype == kind
     step = jax.jit(lambda block, x: block.mlp(x)).lower(model.blocks[0], jnp.zeros((5, 1, 12))).as_text()
     products = [line for line in step.splitlines() if "dot_general" in line]
     assert len(products) == 2
