@@ -22,8 +22,8 @@ from gpt2jax.model.parameters import abstract_model, named_parameters, with_para
 #: By model_type. A new format is one file and one line here.
 FORMATS: dict[str, Format] = {"gpt2": GPT2_FORMAT, "llama": LLAMA_FORMAT}
 
-#: Columns of a turned weight that are copied at once: enough for whole cache lines on both sides, few enough to stay in the cache (4 x faster than all).
-STRIPE = 32
+#: Columns of a turned weight that are widened and copied at once: a cache line of theirs. 5 times faster than all at once.
+STRIPE = 16
 
 
 def is_huggingface_folder(folder: Path) -> bool:
@@ -144,7 +144,10 @@ def _read_parameter(tensors: TensorFolder, source: Source, shape: tuple[int, ...
                 tensor = tensor[..., source.columns[0] * D : source.columns[1] * D]
             target = values[i] if source.stacked else values[: len(tensor)]  # rows that pad a table of tokens stay zero
             target = target.reshape(*tensor.shape[:-1], len(names), tensor.shape[-1])[..., place, :]
-            step = STRIPE if source.turned else tensor.shape[-1]
-            for start in range(0, tensor.shape[-1], step):
-                target[..., start : start + step] = tensor[..., start : start + step]
+            if not source.turned:
+                target[...] = tensor
+                continue
+            for start in range(0, tensor.shape[-1], STRIPE):
+                stripe = slice(start, start + STRIPE)
+                target[..., stripe] = tensor[..., stripe].astype(np.float32, copy=False)
     return values
