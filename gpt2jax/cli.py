@@ -6,6 +6,7 @@ Exit status: 0 success, 2 bad input (one line on stderr), 1 a run that failed, 1
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from typing import NoReturn
 from gpt2jax.errors import InputError
 
 QUICKSTART = "quickstart.yaml"
+TRAIN = "Train a model. With no CONFIG: configs/quickstart.yaml; of several each is laid over those before it."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,12 +35,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(arguments: list[str]) -> int:
-    parser = _Parser(prog="gpt2jax", description="GPT-2 in JAX and Flax: train, sample, convert, prepare.")
+    parser = _Parser(prog="gpt2jax", description="GPT-2 in JAX and Flax: train, sample, convert, prepare, inspect.")
     parser.add_argument("--version", action="store_true", help="print the version")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
     run: dict[str, Callable[[argparse.Namespace, list[str]], int]] = {}
 
-    train = commands.add_parser("train", help="train a model", description="Train a model. With no CONFIG: configs/quickstart.yaml.", add_help=False)
+    train = commands.add_parser("train", help="train a model", description=TRAIN, add_help=False)
     train.add_argument("config", nargs="*", metavar="CONFIG", help="YAML files, each laid over those before it")
     train.add_argument("-h", "--help", action="store_true")
     run["train"] = _train
@@ -68,6 +70,12 @@ def _dispatch(arguments: list[str]) -> int:
     prepare.add_argument("--workers", type=int, metavar="N", help="processes (default: one a core)")
     run["prepare"] = _prepare
 
+    inspect = commands.add_parser("inspect", help="parameters, FLOPs and cache bytes of a config", description="Print what a model is made of, by formula.")
+    inspect.add_argument("configs", nargs="+", metavar="CONFIG", help="YAML files, each laid over those before it; or a folder that holds a model")
+    inspect.add_argument("--context", type=int, metavar="T", help="tokens of context (default: n_positions)")
+    inspect.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    run["inspect"] = _inspect
+
     plot = commands.add_parser("plot", help="draw the curves of runs", description="Draw loss, learning rate, gradient norm and throughput of runs.")
     plot.add_argument("runs", nargs="+", metavar="RUN", help="run folders")
     plot.add_argument("--out", default="runs.png", metavar="FILE", help="the picture to write (default: runs.png)")
@@ -82,7 +90,7 @@ def _dispatch(arguments: list[str]) -> int:
     if options.command is None:
         parser.print_help()
         return 0
-    if rest and options.command != "train":
+    if rest and options.command not in ("train", "inspect"):
         raise InputError(f"unknown option {rest[0]!r}; see gpt2jax {options.command} --help")
     return run[options.command](options, rest)
 
@@ -91,7 +99,7 @@ def _train(options: argparse.Namespace, overrides: list[str]) -> int:
     from gpt2jax.config import describe_options, load_config
 
     if options.help:
-        print("usage: train.py [CONFIG ...] [--section.key=value ...]\n\nTrain a model. With no CONFIG: configs/quickstart.yaml; of several each is laid over those before it.\n\noptions:")
+        print(f"usage: train.py [CONFIG ...] [--section.key=value ...]\n\n{TRAIN}\n\noptions:")
         for name, kind, default, meaning in describe_options():
             print(f"  {name:38} {meaning} ({kind}; default {default!s})")
         return 0
@@ -138,6 +146,27 @@ def _prepare(options: argparse.Namespace, _: list[str]) -> int:
     )
     sizes = ", ".join(f"{name} {split.tokens:,} tokens of {split.documents:,} documents" for name, split in manifest.splits.items())
     print(f"wrote {options.out}: {sizes}; train on it: --data.source={options.out} --data.tokenizer={options.tokenizer}")
+    return 0
+
+
+def _inspect(options: argparse.Namespace, overrides: list[str]) -> int:
+    from gpt2jax.analysis.inventory import print_inventory, take_inventory
+    from gpt2jax.config import load_config
+
+    folders = [path for path in map(Path, options.configs) if path.is_dir()]
+    if folders and (len(options.configs) > 1 or overrides):
+        raise InputError(f"{folders[0]} is a folder, whose model is as it is; give it alone, or give YAML files")
+    if folders:
+        from gpt2jax.loading import read_model_config
+
+        config = read_model_config(folders[0])
+    else:
+        config = load_config(options.configs, overrides).model
+    inventory = take_inventory(config, options.context)
+    if options.json:
+        print(json.dumps(inventory.as_dict()))
+    else:
+        print_inventory(inventory)
     return 0
 
 

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 from gpt2jax.errors import InputError
 
 if TYPE_CHECKING:
+    from gpt2jax.config import ModelConfig
     from gpt2jax.model.gpt2 import GPT2
     from gpt2jax.tokenizer import Tokenizer
 
 TOKENIZER_FILES = ("gpt2jax_tokenizer.json", "tokenizer.json", "vocab.json", "merges.txt")
 GPT2_VOCABULARY = 50257
+KINDS = "it is neither a run folder, a checkpoint, nor a Hugging Face folder (config.json and model.safetensors)"
 
 
 def load(path: str | os.PathLike[str], *, compute_dtype: str | None = None, weights_dtype: str | None = None) -> tuple[GPT2, Tokenizer | None]:
@@ -48,6 +50,19 @@ def load(path: str | os.PathLike[str], *, compute_dtype: str | None = None, weig
     return model, tokenizer
 
 
+def read_model_config(folder: Path) -> ModelConfig:
+    """The configuration of the model in a folder that `load` takes. InputError if it holds none."""
+    from gpt2jax.config import load_config
+    from gpt2jax.convert.huggingface import is_huggingface_folder, read_config
+    from gpt2jax.training.folder import CONFIG, is_checkpoint, split_step
+
+    if is_checkpoint(folder):
+        return load_config(split_step(folder)[0] / CONFIG).model
+    if is_huggingface_folder(folder):
+        return read_config(folder)
+    raise InputError(f"{folder} holds no model; {KINDS}")
+
+
 def convert_folder(src: str | os.PathLike[str], out: str | os.PathLike[str]) -> None:
     """Load `src` (anything that `load` takes) and write it as a folder of ours, model and tokenizer (if it has one).
 
@@ -73,7 +88,7 @@ def _load_folder(folder: Path) -> tuple[GPT2, Tokenizer | None]:
 
         return load_model(folder)
     if not is_huggingface_folder(folder):
-        raise InputError(f"{folder} holds no model: it is neither a run folder, a checkpoint, nor a Hugging Face folder (config.json and model.safetensors)")
+        raise InputError(f"{folder} holds no model; {KINDS}")
     model = load_huggingface(folder)
     return model, _tokenizer(folder, model.config.vocab_size)
 

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parent.parent
         (["train", "nowhere.yaml"], "config file nowhere.yaml does not exist"),
         (["train", "--train.stepz=3"], "did you mean train.steps?"),
         (["train", "--frob"], "cannot read option '--frob'"),
-        (["train", os.devnull, "b.yaml"], "cannot read option 'b.yaml'"),
+        (["train", os.devnull, "b.yaml"], "config file b.yaml does not exist"),
         (["convert", "nowhere/at/all", "--out", "x"], "there is no nowhere/at/all"),
         (["prepare", "nowhere.txt", "--out", "x"], "nowhere.txt"),
         (["plot", "nowhere"], "nowhere holds no metrics.jsonl"),

@@ -6,6 +6,7 @@ seed in config.yaml, so parameters, optimizer state and step are the whole state
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import tempfile
@@ -72,7 +73,8 @@ def load_model(path: str | Path) -> tuple[GPT2, Tokenizer | None]:
         raise InputError(f"{run_dir} has no finished checkpoint yet; let the run reach checkpoint.every={config.checkpoint.every} steps")
     if step is not None and step not in steps:
         raise InputError(f"{run_dir} has no checkpoint of step {step}; it has {', '.join(map(str, steps))}")
-    skeleton = abstract_model(config.model)
+    # the schedule of the machine that trained it may not exist here
+    skeleton = abstract_model(dataclasses.replace(config.model, attention_backend="auto"))
     saved_at = _folder(run_dir) / str(steps[-1] if step is None else step) / "parameters"
     try:
         with ocp.StandardCheckpointer() as reader:

@@ -33,6 +33,7 @@ from gpt2jax.training.step import TrainState, init_state, make_train_step
 
 #: What may change when a run goes on; everything else must be as it was, or the result would be neither run's.
 _MAY_CHANGE = {"train.steps", "train.log_every", "data.source", "data.verify", "data.val_fraction", "data.split_seed"}
+_MAY_CHANGE |= {"train.remat", "model.attention_backend"}  # other schedules of the same computation
 _MAY_CHANGE_SECTIONS = {"eval", "checkpoint", "run"}
 
 
