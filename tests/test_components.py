@@ -199,6 +199,39 @@ def test_rope_and_no_positions_have_no_end() -> None:
         tiny(n_positions=16)(jnp.asarray([tokens]))
 
 
+#: A Llama, and what Gemma 2, Qwen 3 and gpt-oss added; 3 heads and 24 positions as in `tiny_options`.
+LLAMA = ["position=rope", "norm=rmsnorm", "mlp=swiglu", "kv_heads=1", "attention_bias=false", "tie_word_embeddings=false"]
+OTHERS = ["position=none", "mlp=geglu", "qk_norm=true", "sliding_window=7", "attention_softcap=3.0", "attention_sinks=true", "attention_backend=flash"]
+
+
+@pytest.mark.parametrize(("choices", "optimizer"), [([*LLAMA, "rope_theta=500.0"], "adamw"), (OTHERS, "muon")], ids=["llama", "others"])
+def test_variants_train_are_saved_and_decode(choices: list[str], optimizer: str, tiny_options: list[str], tmp_path: Path) -> None:
+    """Through the same loop, checkpoint and decode loop as the baseline; the loss falls, every parameter moves, and int8 weights decode as they compute."""
+    from gpt2jax.config import load_config
+    from gpt2jax.decoding.generate import generate
+    from gpt2jax.decoding.weights import quantize
+    from gpt2jax.loading import load
+    from gpt2jax.training.loop import train
+    from gpt2jax.training.metrics import read_metrics
+    from gpt2jax.training.step import init_parameters
+
+    heads = "--model.n_embd=24" if "position=rope" in choices else "--model.n_head=3"  # rotated heads are even
+    config = load_config(None, [*tiny_options, heads, *(f"--model.{choice}" for choice in choices), f"--optimizer.name={optimizer}", "--train.remat=dots"])
+    assert train(config) == 0
+    losses = [line["loss"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in line]
+    assert losses[-1] < losses[0] - 0.05
+    model, _ = load(tmp_path / "run")
+    assert model.config.attention_backend == "auto", "another machine may have no such schedule"
+    before = init_parameters(config.model, jax.random.key(config.train.seed))
+    for name, leaf in named_parameters(model).items():
+        assert not np.array_equal(leaf, before[name]), f"{name} does not learn"
+    for decoded in (model, quantize(model, "int8")):
+        [result] = generate(decoded, [[5, 9, 14]], max_new_tokens=6, temperature=0, eos_token_id=None)
+        logits_BTV = decoded(jnp.asarray([[5, 9, 14, *result.tokens]]))
+        for i, token in enumerate(result.tokens):
+            assert float(logits_BTV[0, 2 + i, token]) >= float(logits_BTV[0, 2 + i].max()) - 1e-5
+
+
 #: Runs on 8 devices: 4 heads over tensor = 4, where 1 or 2 key/value heads lie whole.
 SPREAD = """
 import jax, numpy as np
