@@ -35,7 +35,8 @@ _platform: contextvars.ContextVar[str | None] = contextvars.ContextVar("platform
 class Case:
     """What is known of an attention before it runs. platform: cpu, gpu or tpu.
 
-    capability: a GPU's compute capability; None is a GPU without cuDNN (AMD's). One that is not there is taken for an A100.
+    capability: a GPU's compute capability; None is a GPU without cuDNN (AMD's). One that is not there is taken for an A100. precision: JAX's
+    jax_default_matmul_precision.
     """
 
     platform: str
@@ -51,6 +52,7 @@ class Case:
     sinks: bool = False
     dropout: bool = False
     capability: tuple[int, int] | None = (8, 0)
+    precision: str | None = None
 
 
 def attention(
@@ -70,10 +72,9 @@ def attention(
     segment_BT int32, a negative one marks padding: it sees nothing, nothing sees it, and its rows are zeros. InputError if `backend` can't do it.
     """
     (_, T, H, K), G, V = q_BTHK.shape, k_BGTK.shape[1], v_BGTV.shape[-1]
-    platform = target_platform()
     case = Case(
-        platform=platform, dtype=q_BTHK.dtype.name, T=T, heads=H, kv_heads=G, key_width=K, value_width=V, segments=segment_BT is not None, window=rule.window,
-        softcap=rule.softcap, sinks=sink_H is not None, dropout=dropout_rate > 0 and dropout_key is not None, capability=_capability(platform),
+        **_device(target_platform()), dtype=q_BTHK.dtype.name, T=T, heads=H, kv_heads=G, key_width=K, value_width=V, window=rule.window,
+        softcap=rule.softcap, segments=segment_BT is not None, sinks=sink_H is not None, dropout=dropout_rate > 0 and dropout_key is not None,
     )  # fmt: skip
     name = choose(backend, case)
     if name == "xla":
@@ -102,9 +103,9 @@ def describe(config: ModelConfig, T: int, platform: str | None = None, *, segmen
     """One line on what attention over T tokens will run on. InputError as from `choose`. segments: padding or packed documents are marked."""
     platform = _canonical(platform) if platform else target_platform()
     case = Case(
-        platform=platform, dtype=config.compute_dtype, T=T, heads=config.n_head, kv_heads=config.kv_head_count, key_width=config.head_width,
+        **_device(platform), dtype=config.compute_dtype, T=T, heads=config.n_head, kv_heads=config.kv_head_count, key_width=config.head_width,
         value_width=config.head_width, segments=segments, window=config.sliding_window, softcap=config.attention_softcap, sinks=config.attention_sinks,
-        dropout=training and config.attn_pdrop > 0, capability=_capability(platform),
+        dropout=training and config.attn_pdrop > 0,
     )  # fmt: skip
     name = choose(config.attention_backend, case)
     how = "auto on" if config.attention_backend == "auto" else "as named, on"
@@ -133,15 +134,13 @@ def _canonical(platform: str) -> str:
     return name
 
 
-def _capability(platform: str) -> tuple[int, int] | None:
-    """Of this process's GPU; one that is not there is taken for an A100."""
-    if platform != "gpu" or jax.default_backend() != "gpu":
-        return (8, 0)
-    try:
-        major, minor = str(jax.local_devices()[0].compute_capability).split(".")
-        return int(major), int(minor)
-    except ValueError:  # AMD's are named otherwise
-        return None
+def _device(platform: str) -> dict[str, Any]:
+    """The facts of a Case that the arrays don't say."""
+    facts: dict[str, Any] = dict(platform=platform, precision=jax.config.jax_default_matmul_precision)  # type: ignore[attr-defined]
+    if platform == "gpu" and jax.default_backend() == "gpu":  # else none is here to ask
+        numbers = str(jax.local_devices()[0].compute_capability).split(".")
+        facts["capability"] = (int(numbers[0]), int(numbers[1])) if len(numbers) == 2 else None  # AMD's are names
+    return facts
 
 
 def _refusal(backend: str, case: Case) -> str | None:
@@ -162,6 +161,9 @@ def _splash_refusal(case: Case) -> str | None:
         return f"is a kernel for TPUs, and this is a {case.platform}"
     if case.dtype not in ("float32", "bfloat16"):
         return f"computes in float32 or bfloat16, and model.compute_dtype is {case.dtype}"
+    # what Mosaic compiles (libtpu 0.0.42): each product as it comes, or in full float32 if its inputs are
+    if case.precision not in (None, "default", "fastest", "bfloat16", *(("highest", "float32") if case.dtype == "float32" else ())):
+        return f"can't multiply {case.dtype} at jax_default_matmul_precision={case.precision}"
     return None
 
 

@@ -1,0 +1,127 @@
+"""Which schedule a name stands for, what is refused and why, and that the chosen one is what runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernels_helpers import Example, operations, shapes
+
+from gpt2jax.config import ModelConfig
+from gpt2jax.errors import InputError
+from gpt2jax.kernels.attention import attend_causally
+from gpt2jax.kernels.backends import BACKENDS, Case, attention, choose, describe, lowering_for, target_platform
+
+CPU = Case(platform="cpu", dtype="float32", T=1024, heads=12, kv_heads=12, key_width=64, value_width=64)
+GPU = dataclasses.replace(CPU, platform="gpu", dtype="bfloat16")
+TPU = dataclasses.replace(GPU, platform="tpu")
+ALL = dict(segments=True, window=9, softcap=5.0, sinks=True)
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "wanted"),
+    [
+        (CPU, {}, "flash"), (CPU, dict(T=256), "flash"), (CPU, dict(T=255), "xla"), (CPU, ALL, "flash"), (CPU, dict(dropout=True), "xla"),
+        (CPU, dict(dtype="bfloat16", kv_heads=3, key_width=96), "flash"),
+        (GPU, {}, "cudnn"), (GPU, dict(T=1), "cudnn"), (GPU, dict(dtype="float16", window=9, kv_heads=3, value_width=40), "cudnn"),
+        (GPU, dict(dtype="float32"), "flash"), (GPU, dict(dtype="float32", T=1023), "xla"), (GPU, dict(segments=True), "flash"),
+        (GPU, dict(softcap=5.0), "flash"), (GPU, dict(sinks=True), "flash"), (GPU, dict(dropout=True), "xla"),
+        (GPU, dict(key_width=136), "flash"), (GPU, dict(value_width=136), "flash"), (GPU, dict(key_width=256, capability=(9, 0)), "cudnn"),
+        (GPU, dict(key_width=264, capability=(9, 0)), "flash"), (GPU, dict(capability=(7, 5)), "flash"), (GPU, dict(capability=None), "flash"),
+        (TPU, {}, "splash"), (TPU, ALL, "splash"), (TPU, dict(dtype="float32", kv_heads=1, value_width=40), "splash"), (TPU, dict(T=128), "splash"),
+        (TPU, dict(precision="float32"), "flash"), (TPU, dict(dtype="float32", precision="float32"), "splash"), (TPU, dict(precision="bfloat16"), "splash"),
+        (TPU, dict(T=127), "xla"), (TPU, dict(dropout=True), "xla"), (TPU, dict(dtype="float16"), "flash"), (TPU, dict(dtype="float16", T=1023), "xla"),
+    ],
+)  # fmt: skip
+def test_auto_takes_what_suits_device_shape_and_dtype(case: Case, changes: dict[str, object], wanted: str) -> None:
+    case = dataclasses.replace(case, **changes)
+    assert choose("auto", case) == wanted
+    assert choose(wanted, case) == wanted, "what auto takes can be named"
+    assert choose("xla", case) == "xla"
+
+
+@pytest.mark.parametrize(
+    ("backend", "case", "changes", "reason"),
+    [
+        ("flash", CPU, dict(dropout=True), "has no dropout on attention weights (model.attn_pdrop, which 0 turns off); .* takes xla here"),
+        ("splash", CPU, {}, "is a kernel for TPUs, and this is a cpu; use model.attention_backend=auto, which takes flash here"),
+        ("splash", TPU, dict(dropout=True), "has no dropout"),
+        ("splash", TPU, dict(dtype="float16"), "computes in float32 or bfloat16, and model.compute_dtype is float16"),
+        ("splash", TPU, dict(precision="highest"), "can't multiply bfloat16 at jax_default_matmul_precision=highest"),
+        ("cudnn", CPU, {}, "is a kernel for NVIDIA's GPUs, and this is a cpu"),
+        ("cudnn", TPU, {}, "is a kernel for NVIDIA's GPUs, and this is a tpu"),
+        ("cudnn", GPU, dict(capability=None), "is a kernel for NVIDIA's GPUs, and this is an AMD gpu"),
+        ("cudnn", GPU, dict(capability=(7, 5)), "needs a GPU of compute capability 8.0 (Ampere) or above, and this one has 7.5"),
+        ("cudnn", GPU, dict(dtype="float32"), "computes in bfloat16 or float16, and model.compute_dtype is float32"),
+        ("cudnn", GPU, dict(key_width=136), "has heads of at most 128 on this GPU, and these are 136 wide"),
+        ("cudnn", GPU, dict(segments=True), "can't mark padding or packed documents"),
+        ("cudnn", GPU, dict(softcap=5.0), "has no cap on scores (model.attention_softcap=5.0)"),
+        ("cudnn", GPU, dict(sinks=True), "has no sinks (model.attention_sinks)"),
+        ("cudnn", GPU, dict(dropout=True), "has no dropout"),
+        ("flush", CPU, {}, "is unknown; it is one of auto, xla, flash, splash, cudnn"),
+    ],
+)
+def test_a_request_that_cannot_be_met_says_why(backend: str, case: Case, changes: dict[str, object], reason: str) -> None:
+    reason = reason.replace("(", r"\(").replace(")", r"\)")
+    with pytest.raises(InputError, match=f"^model.attention_backend={backend} {reason}"):
+        choose(backend, dataclasses.replace(case, **changes))
+
+
+def test_the_choice_is_described_for_a_config() -> None:
+    config = ModelConfig()
+    assert describe(config, 1024) == "attention: flash (auto on cpu, T=1024, float32)"
+    assert describe(config, 64) == "attention: xla (auto on cpu, T=64, float32)"
+    assert describe(config, 1024, "tpu") == "attention: splash (auto on tpu, T=1024, float32)"
+    assert describe(ModelConfig(compute_dtype="bfloat16"), 1024, "cuda") == "attention: cudnn (auto on gpu, T=1024, bfloat16)"
+    assert describe(ModelConfig(compute_dtype="bfloat16"), 1024, "cuda", segments=True) == "attention: flash (auto on gpu, T=1024, bfloat16)"
+    assert describe(ModelConfig(attention_backend="xla"), 1024) == "attention: xla (as named, on cpu, T=1024, float32)"
+    assert describe(ModelConfig(attn_pdrop=0.1), 1024) == "attention: xla (auto on cpu, T=1024, float32)"
+    assert describe(ModelConfig(attn_pdrop=0.1), 1024, training=False) == "attention: flash (auto on cpu, T=1024, float32)"
+    for name, changes in (("window", dict(sliding_window=8)), ("cap", dict(attention_softcap=5.0)), ("sinks", dict(attention_sinks=True))):
+        wanted = "cudnn" if name == "window" else "flash"
+        assert describe(ModelConfig(compute_dtype="bfloat16", **changes), 1024, "gpu").startswith(f"attention: {wanted} "), name
+    with pytest.raises(InputError, match="136 wide"):
+        describe(ModelConfig(compute_dtype="bfloat16", head_dim=136, attention_backend="cudnn"), 1024, "gpu")
+    with pytest.raises(InputError, match="dropout"):
+        describe(ModelConfig(attn_pdrop=0.1, attention_backend="flash"), 1024)
+    with pytest.raises(InputError, match="platform 'abacus' is unknown"):
+        describe(config, 8, "abacus")
+
+
+def test_the_names_are_the_configs() -> None:
+    annotation = inspect.get_annotations(ModelConfig, eval_str=True)["attention_backend"]
+    assert annotation.__origin__.__args__ == BACKENDS
+
+
+def test_programs_are_lowered_for_another_platform_only_inside_the_context() -> None:
+    assert target_platform() == "cpu"
+    with lowering_for("cuda"):
+        assert target_platform() == "gpu"
+        with lowering_for("tpu"):
+            assert target_platform() == "tpu"
+        assert target_platform() == "gpu"
+    assert target_platform() == "cpu"
+
+
+def test_the_chosen_schedule_runs() -> None:
+    """flash has loops, a TPU's is Pallas; the plain path is neither."""
+    for T, backend, platform, wanted in ((256, "auto", "cpu", "while"), (255, "auto", "cpu", None), (256, "xla", "cpu", None), (255, "flash", "cpu", "while"),
+                                         (128, "auto", "tpu", "pallas_call"), (127, "auto", "tpu", None)):  # fmt: skip
+        with lowering_for(platform):
+            names = operations(lambda *qkv, backend=backend: attention(*qkv, backend=backend), *shapes(1, T, 2, 8))
+        assert {"while", "pallas_call"} & {*names} == ({wanted} if wanted else set()), (T, backend, platform)
+
+
+def test_dropout_is_the_plain_paths() -> None:
+    example, key = Example(T=20, H=2, G=1, K=4, V=4), jax.random.key(5)
+    q, k, v = (example.inputs[name] for name in "qkv")
+    dropped, whole = attention(q, k, v, dropout_rate=0.3, dropout_key=key), attention(q, k, v)
+    np.testing.assert_array_equal(dropped, attend_causally(q, k, v, dropout_rate=0.3, dropout_key=key))
+    np.testing.assert_array_equal(attention(q, k, v, dropout_rate=0.3), whole)
+    assert jnp.abs(dropped - whole).max() > 0.1
+    with pytest.raises(InputError, match="has no dropout"):
+        attention(q, k, v, backend="flash", dropout_rate=0.3, dropout_key=key)
