@@ -17,7 +17,7 @@ Tree = TypeVar("Tree")
 
 def abstract_model(config: ModelConfig) -> GPT2:
     """The model with `jax.ShapeDtypeStruct` in place of arrays: names, shapes and axes at no cost."""
-    return jax.eval_shape(lambda key: GPT2(config, key), jax.random.key(0))
+    return jax.eval_shape(lambda: GPT2(config, jax.random.key(0)))
 
 
 def named_parameters(model: GPT2) -> dict[str, Any]:
