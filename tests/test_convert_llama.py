@@ -271,6 +271,13 @@ def rope_of(**settings: Any) -> dict[str, Any]:
         (rope_of(rope_scaling=dict(rope_type="llama3", factor=8.0, low_freq_factor=1.5, high_freq_factor=5.0)), "rope_original_positions", 128),
         (rope_of(rope_scaling=dict(rope_type="llama3", factor=8.0, low_freq_factor=1.5, high_freq_factor=5.0)), "rope_low_freq_factor", 1.5),
         (rope_of(rope_scaling=dict(rope_type="llama3", factor=8.0, low_freq_factor=1.5, high_freq_factor=5.0)), "rope_high_freq_factor", 5.0),
+        (rope_of(rope_scaling=dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=55)), "rope_original_positions", 55),
+        (
+            rope_of(rope_scaling=dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=55), original_max_position_embeddings=77),
+            "rope_original_positions",
+            77,
+        ),
+        (rope_of(rope_scaling=dict(type="linear", factor=2.0), rope_parameters=dict(rope_type="yarn", factor=8.0)), "rope_scaling", "linear"),
         (rope_of(rope_scaling=dict(rope_type="yarn", factor=8.0, beta_fast=16, finetuned=True)), "rope_beta_fast", 16),
         (rope_of(rope_scaling=dict(rope_type="yarn", factor=8.0, beta_slow=2, truncate=True)), "rope_beta_slow", 2),
         (rope_of(rope_scaling=dict(rope_type="yarn", factor=8.0, attention_factor=1.5)), "rope_attention_factor", 1.5),
