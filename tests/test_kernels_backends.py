@@ -25,7 +25,7 @@ ALL = dict(segments=True, window=9, softcap=5.0, sinks=True)
 @pytest.mark.parametrize(
     ("case", "changes", "wanted"),
     [
-        (CPU, {}, "flash"), (CPU, dict(T=256), "flash"), (CPU, dict(T=255), "xla"), (CPU, ALL, "flash"), (CPU, dict(dropout=True), "xla"),
+        (CPU, {}, "flash"), (CPU, dict(T=128), "flash"), (CPU, dict(T=127), "xla"), (CPU, ALL, "flash"), (CPU, dict(dropout=True), "xla"),
         (CPU, dict(dtype="bfloat16", kv_heads=3, key_width=96), "flash"),
         (GPU, {}, "cudnn"), (GPU, dict(T=1), "cudnn"), (GPU, dict(dtype="float16", window=9, kv_heads=3, value_width=40), "cudnn"),
         (GPU, dict(dtype="float32"), "flash"), (GPU, dict(dtype="float32", T=1023), "xla"), (GPU, dict(segments=True), "flash"),
@@ -109,7 +109,7 @@ def test_programs_are_lowered_for_another_platform_only_inside_the_context() -> 
 
 def test_the_chosen_schedule_runs() -> None:
     """flash has loops, a TPU's is Pallas; the plain path is neither."""
-    for T, backend, platform, wanted in ((256, "auto", "cpu", "while"), (255, "auto", "cpu", None), (256, "xla", "cpu", None), (255, "flash", "cpu", "while"),
+    for T, backend, platform, wanted in ((128, "auto", "cpu", "while"), (127, "auto", "cpu", None), (128, "xla", "cpu", None), (127, "flash", "cpu", "while"),
                                          (128, "auto", "tpu", "pallas_call"), (127, "auto", "tpu", None)):  # fmt: skip
         with lowering_for(platform):
             names = operations(lambda *qkv, backend=backend: attention(*qkv, backend=backend), *shapes(1, T, 2, 8))

@@ -21,8 +21,9 @@ from gpt2jax.kernels.cudnn import attend_cudnn
 from gpt2jax.kernels.flash import attend_flash
 
 BACKENDS = ("auto", "xla", "flash", "splash", "cudnn")
-#: Tokens from which `auto` prefers flash to xla. CPU: benchmarks/attention.py. Elsewhere it is a choice for memory, not measured.
-FLASH_FROM = {"cpu": 256, "gpu": 1024, "tpu": 1024}
+#: Tokens from which `auto` prefers flash to xla. On a CPU it is about as fast or faster from there on, in much less memory (benchmarks/attention.py); elsewhere
+#: this is for memory, and not measured.
+FLASH_FROM = {"cpu": 128, "gpu": 1024, "tpu": 1024}
 #: Below this many tokens `auto` leaves a TPU's kernel, whose blocks are of 128, alone.
 SPLASH_FROM = 128
 #: Widest head of cuDNN's kernel; GPUs of compute capability 9 and above have 256 in `CUDNN_WIDTH_9`.
