@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -21,6 +22,7 @@ TRAIN = "Train a model. With no CONFIG: configs/quickstart.yaml; of several each
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line (default: sys.argv) and return its exit status."""
+    warnings.formatwarning = lambda message, *_, **__: f"gpt2jax: warning: {message}\n"
     try:
         return _dispatch(list(sys.argv[1:] if arguments is None else arguments))
     except InputError as error:
@@ -52,7 +54,7 @@ def _dispatch(arguments: list[str]) -> int:
     run["sample"] = _sample
 
     convert = commands.add_parser("convert", help="import a Hugging Face folder", description="Write a model as a folder that sample and load read.")
-    convert.add_argument("src", metavar="SRC", help="a Hugging Face GPT-2 folder, a hub id, a run folder or a checkpoint")
+    convert.add_argument("src", metavar="SRC", help="a Hugging Face GPT-2 or Llama folder, a hub id, a run folder or a checkpoint")
     convert.add_argument("--out", required=True, metavar="DIR", help="a new folder")
     run["convert"] = _convert
 

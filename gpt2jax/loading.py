@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ KINDS = "it is neither a run folder, a checkpoint, nor a Hugging Face folder (co
 def load(path: str | os.PathLike[str], *, compute_dtype: str | None = None, weights_dtype: str | None = None) -> tuple[GPT2, Tokenizer | None]:
     """A model, its parameters float32, and its tokenizer.
 
-    path: a run folder, a checkpoint, a converted folder, a Hugging Face GPT-2 folder, or a hub id such as "gpt2" or "openai-community/gpt2" (extra `hub`).
+    path: a run folder, a checkpoint, a converted folder, a Hugging Face GPT-2 or Llama folder, or a hub id such as "gpt2" (extra `hub`).
     What looks like a local path (starts with `.`, `/` or `~`, has more than one slash, or lies in a folder that exists) is never asked of the hub.
     compute_dtype: "float32" or "bfloat16" for matmuls; None keeps what the model was saved with (float32 for Hugging Face folders).
     weights_dtype: "float32", "bfloat16" or "int8" for the weights of linear maps and of the token table, as `gpt2jax.decoding.weights.quantize` makes them: to
@@ -40,7 +41,7 @@ def load(path: str | os.PathLike[str], *, compute_dtype: str | None = None, weig
     folder = Path(path).expanduser()
     if not folder.exists():
         if not _is_hub_id(str(path)):
-            raise InputError(f"there is no {path}; give a run folder, a checkpoint, a Hugging Face GPT-2 folder or a hub id such as gpt2")
+            raise InputError(f"there is no {path}; give a run folder, a checkpoint, a Hugging Face folder or a hub id such as gpt2")
         folder = _download(str(path))
     model, tokenizer = _load_folder(folder)
     if compute_dtype is not None and compute_dtype != model.config.compute_dtype:
@@ -90,15 +91,23 @@ def _load_folder(folder: Path) -> tuple[GPT2, Tokenizer | None]:
     if not is_huggingface_folder(folder):
         raise InputError(f"{folder} holds no model; {KINDS}")
     model = load_huggingface(folder)
-    return model, _tokenizer(folder, model.config.vocab_size)
+    return model, _tokenizer(folder, model.config)
 
 
-def _tokenizer(folder: Path, vocab_size: int) -> Tokenizer | None:
+def _tokenizer(folder: Path, config: ModelConfig) -> Tokenizer | None:
+    """The folder's own. GPT-2's stands in where a GPT-2 has none; what a Llama's splits text by may be beyond us, and then the model takes token ids only."""
     from gpt2jax.tokenizer import load_tokenizer
 
+    is_gpt2 = config.position == "learned"
     if any((folder / name).is_file() for name in TOKENIZER_FILES):
-        return load_tokenizer(str(folder))
-    return load_tokenizer("gpt2") if vocab_size >= GPT2_VOCABULARY else None
+        try:
+            return load_tokenizer(str(folder))
+        except InputError as error:
+            if is_gpt2:
+                raise
+            warnings.warn(f"{error}; the model is loaded without a tokenizer: it takes and gives token ids, not text", stacklevel=4)
+            return None
+    return load_tokenizer("gpt2") if is_gpt2 and config.vocab_size >= GPT2_VOCABULARY else None
 
 
 def _with_compute_dtype(model: GPT2, compute_dtype: str) -> GPT2:

@@ -420,6 +420,19 @@ def test_convert_and_load_keep_the_model_and_its_tokenizer(tmp_path: Path) -> No
         np.testing.assert_array_equal(named_parameters(again)[name], leaf, strict=True)
 
 
+def test_a_tokenizer_of_another_scheme_leaves_the_model_with_ids_and_says_so(tmp_path: Path) -> None:
+    folder = variant(tmp_path, "llama")
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"type": "BPE", "vocab": {"<unk>": 0}, "merges": [], "byte_fallback": True}}))
+    with pytest.warns(UserWarning, match="tokenizer.json.*takes and gives token ids"):
+        model, tokenizer = load(folder)
+    assert tokenizer is None and generate(model, [[5, 7]], max_new_tokens=2, temperature=0.0)[0].text is None
+
+
+def test_a_llama_without_tokenizer_files_never_gets_gpt2s(tmp_path: Path) -> None:
+    big = {name: np.zeros((50257, D), np.float32) for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    assert load(variant(tmp_path, "llama", lambda weights: weights | big, vocab_size=50257))[1] is None
+
+
 def live_folder(folder: Path, **settings: Any) -> Any:
     """A random model of transformers', saved."""
     torch = pytest.importorskip("torch")

@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -105,6 +106,15 @@ def test_no_tokenizer(sample: Callable[..., int], capsys: pytest.CaptureFixture[
     with pytest.raises(InputError, match="MODEL has no tokenizer"):
         sample("--prompt", "a", tokenizer=None)
     assert capsys.readouterr().out == ""
+
+
+def test_prompts_of_ids_need_no_tokenizer(sample: Callable[..., int], tmp_path: Path) -> None:
+    (tmp_path / "ids.jsonl").write_text('{"prompt": [3, 5]}\n')
+    assert sample("--prompts", str(tmp_path / "ids.jsonl"), "--out", str(tmp_path / "out"), "--max-new-tokens", "3", tokenizer=None) == 0
+    assert len(json.loads((tmp_path / "out").read_text())["tokens"]) == 3
+    (tmp_path / "text.jsonl").write_text('{"prompt": [3, 5]}\n{"prompt": "a"}\n')
+    with pytest.raises(InputError, match="has no tokenizer"):
+        sample("--prompts", str(tmp_path / "text.jsonl"), "--out", str(tmp_path / "other"), tokenizer=None)
 
 
 def test_the_dtype_goes_to_the_loader(sample: Callable[..., int]) -> None:

@@ -38,7 +38,7 @@ NEEDED = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `run_sample`."""
-    parser.add_argument("model", metavar="MODEL", help="a run folder, a checkpoint, a Hugging Face GPT-2 folder or a hub id")
+    parser.add_argument("model", metavar="MODEL", help="a run folder, a checkpoint, a Hugging Face GPT-2 or Llama folder, or a hub id")
     parser.add_argument("--prompt", metavar="TEXT", help="text to continue (default: empty, which means the end-of-text token)")
     parser.add_argument("--max-new-tokens", type=int, metavar="N", help=f"most tokens to add (default: {NEW_TOKENS}, or what the context leaves room for)")
     parser.add_argument("--num-samples", type=int, default=1, metavar="N", help="continuations of each prompt (default: 1)")
@@ -88,8 +88,11 @@ def run_sample(options: argparse.Namespace) -> int:
     runtime.start()
     dtypes = dict(compute_dtype=options.compute_dtype, weights_dtype=options.weights_dtype)
     model, tokenizer = load(options.model, **dtypes)
-    if tokenizer is None:
-        raise InputError(f"{options.model} has no tokenizer, which a prompt needs; put its tokenizer.json beside the weights")
+    texts = prompts is None or any(isinstance(row["prompt"], str) for row in prompts)
+    if tokenizer is None and texts:
+        raise InputError(
+            f"{options.model} has no tokenizer, which text needs; put its tokenizer.json beside the weights, or give a file of --prompts that holds token ids"
+        )
     common = {**settings, "stop": options.stop, "overflow": options.overflow}
     common |= {name: getattr(options, name) for name in ("num_beams", "length_penalty", "cache_dtype") if getattr(options, name) is not None}
     if options.draft is not None:
@@ -103,6 +106,7 @@ def run_sample(options: argparse.Namespace) -> int:
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character must not lose the rest
     if prompts is not None:
         return _sample_file(options, model, tokenizer, prompts, common)
+    assert tokenizer is not None
     if options.interactive:
         return _converse(options, model, tokenizer, common)
     prompt = options.prompt or ""
@@ -172,10 +176,10 @@ def _stream(model: GPT2, tokenizer: Tokenizer, prompt: str, common: dict[str, An
     return 0
 
 
-def _sample_file(options: argparse.Namespace, model: GPT2, tokenizer: Tokenizer, prompts: list[dict[str, Any]], common: dict[str, Any]) -> int:
+def _sample_file(options: argparse.Namespace, model: GPT2, tokenizer: Tokenizer | None, prompts: list[dict[str, Any]], common: dict[str, Any]) -> int:
     from gpt2jax.decoding.many import sample_file
 
-    lengths = [len(tokenizer.encode(row["prompt"]) if isinstance(row["prompt"], str) else row["prompt"]) for row in prompts]
+    lengths = [len(tokenizer.encode(row["prompt"]) if tokenizer and isinstance(row["prompt"], str) else row["prompt"]) for row in prompts]
     common["max_new_tokens"] = options.max_new_tokens or _room(model, [0, *lengths], options.overflow)
     more = dict(num_samples=options.num_samples, logprobs=options.logprobs, batch_size=options.batch_size or BATCH_SIZE)
     sample_file(
