@@ -28,9 +28,11 @@ def test_causal_blocks_are_masked_attention_with_equal_gradients(padded: bool, m
     monkeypatch.setattr(attention, "attend", counted)
     monkeypatch.setattr(attention, "BLOCK", 4)
     weight = jax.random.normal(jax.random.key(9), q.shape)
-    blocks = lambda q, k, v: (attention.attend_causally(q, k, v, segment_BT) * weight).sum()  # noqa: E731
-    whole = lambda q, k, v: (plain(q, k, v, mask_BTS) * weight).sum()  # noqa: E731
-    np.testing.assert_allclose(attention.attend_causally(q, k, v, segment_BT), plain(q, k, v, mask_BTS), rtol=1e-5, atol=1e-6)
+    loss = lambda o: ((o * weight).sum(), o)  # noqa: E731
+    blocks = jax.jit(jax.grad(lambda q, k, v: loss(attention.attend_causally(q, k, v, segment_BT)), (0, 1, 2), has_aux=True))
+    whole = jax.jit(jax.grad(lambda q, k, v: loss(plain(q, k, v, mask_BTS)), (0, 1, 2), has_aux=True))
+    (got, got_o), (want, want_o) = blocks(q, k, v), whole(q, k, v)
+    np.testing.assert_allclose(got_o, want_o, rtol=1e-5, atol=1e-6)
     assert calls == [(4, 4), (4, 8), (3, 11)], "no block computes scores behind its own end"
-    for got, want in zip(jax.grad(blocks, (0, 1, 2))(q, k, v), jax.grad(whole, (0, 1, 2))(q, k, v), strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
