@@ -105,6 +105,10 @@ def test_programs_are_lowered_for_another_platform_only_inside_the_context() -> 
             assert target_platform() == "tpu"
         assert target_platform() == "gpu"
     assert target_platform() == "cpu"
+    program = jax.jit(lambda *qkv: attention(*qkv))
+    assert "pallas_call" not in str(program.trace(*shapes(1, 128, 2, 8)).jaxpr)
+    with lowering_for("tpu"):  # the same function and shapes again
+        assert "pallas_call" in str(program.trace(*shapes(1, 128, 2, 8)).jaxpr)
 
 
 def test_the_chosen_schedule_runs() -> None:

@@ -6,7 +6,6 @@ Letters: B batch, T tokens, H query heads, G key/value heads (G divides H), K ke
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -29,7 +28,8 @@ SPLASH_FROM = 128
 #: Widest head of cuDNN's kernel; GPUs of compute capability 9 and above have 256 in `CUDNN_WIDTH_9`.
 CUDNN_WIDTH, CUDNN_WIDTH_9 = 128, 256
 
-_platform: contextvars.ContextVar[str | None] = contextvars.ContextVar("platform", default=None)
+#: Part of the key of jit's caches, unlike a contextvar: a function traced for one platform is traced anew for another.
+_platform = jax.make_user_context(None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,16 +116,13 @@ def describe(config: ModelConfig, T: int, platform: str | None = None, *, segmen
 @contextlib.contextmanager
 def lowering_for(platform: str) -> Iterator[None]:
     """Programs traced in this context are for `platform` (cpu, gpu, cuda, rocm, tpu), which need not be JAX's own: compiling for devices that are not there."""
-    token = _platform.set(_canonical(platform))
-    try:
+    with _platform(_canonical(platform)):
         yield
-    finally:
-        _platform.reset(token)
 
 
 def target_platform() -> str:
     """cpu, gpu or tpu: what the program being traced is for."""
-    return _platform.get() or _canonical(jax.default_backend())
+    return _platform.value or _canonical(jax.default_backend())
 
 
 def _canonical(platform: str) -> str:
