@@ -22,6 +22,8 @@ from gpt2jax.errors import InputError
 from gpt2jax.model.config import PRESETS as PRESETS
 from gpt2jax.model.config import STRICT, Count, ModelConfig, Natural, NonNegative, Positive, Probability, preset
 
+Size = Annotated[int, Field(ge=-1)]
+
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=STRICT)
 class DataConfig:
@@ -46,6 +48,24 @@ class TrainConfig:
         Literal["none", "block", "dots"], "what the backward pass computes again to save memory: nothing, whole blocks, or all of a block but its matmuls"
     ] = "none"
     log_every: Annotated[Count, "steps between lines of metrics"] = 10
+
+
+@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=STRICT)
+class MeshConfig:
+    """Devices on axes; the product of the sizes is the number of devices, and one of them may be -1, which fills."""
+
+    data: Annotated[Size, "rows of a batch"] = -1
+    fsdp: Annotated[Size, "rows of a batch, and every matrix and its optimizer state"] = 1
+    tensor: Annotated[Size, "heads, columns of the MLP, and the vocabulary"] = 1
+    sequence: Annotated[Size, "tokens of a sequence"] = 1
+    expert: Annotated[Size, "rows of a batch, and experts where there are any"] = 1
+
+    def __post_init__(self) -> None:
+        sizes = dataclasses.asdict(self)
+        if wrong := [f"mesh.{name}={size}" for name, size in sizes.items() if size == 0 or size < -1]:
+            raise InputError(f"{wrong[0]} must be 1 or more, or -1 to fill")
+        if len(filled := [f"mesh.{name}" for name, size in sizes.items() if size == -1]) > 1:
+            raise InputError(f"{' and '.join(filled)} are both -1; one axis alone can be filled")
 
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -99,6 +119,7 @@ class Config:
     model: ModelConfig = Field(default_factory=ModelConfig)
     data: DataConfig = Field(default_factory=DataConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
+    mesh: MeshConfig = Field(default_factory=MeshConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     eval: EvalConfig = Field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
@@ -266,6 +287,7 @@ def _section_type(section: str) -> Any:
         "model": ModelConfig,
         "data": DataConfig,
         "train": TrainConfig,
+        "mesh": MeshConfig,
         "optimizer": OptimizerConfig,
         "eval": EvalConfig,
         "checkpoint": CheckpointConfig,

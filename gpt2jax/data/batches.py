@@ -69,8 +69,8 @@ class TokenData:
         self.tokens = int(self._ends[-1]) if shards else 0
         self.windows = max(0, (self.tokens - 1) // sequence_length)
 
-    def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """(inputs, targets), each int32 [B/P, T]: this process's rows of the global batch of `step` (0, 1, ...).
+    def batch(self, step: int, rows: slice | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """(inputs, targets), each int32 [B/P, T]: this process's rows of the global batch of `step` (0, 1, ...), or the `rows` of it that are asked for.
 
         Sequences come in an order drawn by (seed, epoch) without repeats within an epoch; a batch may begin in one epoch and end in the next.
         """
@@ -78,7 +78,8 @@ class TokenData:
             raise InputError(f"the split holds {self.tokens} tokens; one sequence of {self.sequence_length} needs {self.sequence_length + 1}")
         if step < 0:
             raise InputError(f"step {step} is below 0")
-        number = step * self.batch_size + self._first_row + np.arange(self._rows, dtype=np.int64)
+        first, stop, _ = (rows or slice(self._first_row, self._first_row + self._rows)).indices(self.batch_size)
+        number = step * self.batch_size + np.arange(first, stop, dtype=np.int64)
         epochs, places = number // self.windows, number % self.windows
         windows = np.empty_like(places)
         for epoch in np.unique(epochs):

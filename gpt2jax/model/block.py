@@ -15,6 +15,7 @@ from gpt2jax.model.linear import child_key, dropout
 from gpt2jax.model.mlp import MLP, GatedMLP
 from gpt2jax.model.norm import LayerNorm, RMSNorm
 from gpt2jax.model.position import LearnedPositions, NoPositions
+from gpt2jax.parallel.table import STREAM, constrain
 
 # The one place where a name in the config picks a class. A new component is one file and one line here.
 NORMS: dict[str, Callable[[ModelConfig], Any]] = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}
@@ -37,7 +38,7 @@ class Block(nnx.Module):
         """A whole sequence: x [B, T, D], and what the mixer's cache can start from."""
         keys = (None, None, None) if dropout_key is None else tuple(jax.random.split(dropout_key, 3))
         y_BTD, entry = self.mixer(self.mixer_norm(x_BTD), span, keys[0])
-        return self._add(x_BTD, y_BTD, keys[1], keys[2]), entry
+        return constrain(self._add(x_BTD, y_BTD, keys[1], keys[2]), STREAM), entry
 
     def step(self, x_BTD: jax.Array, frozen: Any, live: Any, slots: Slots, span: Span) -> tuple[jax.Array, Any]:
         """T more tokens on top of a cache: x [B, T, D] and the mixer's new live state."""

@@ -19,7 +19,7 @@ from gpt2jax.model.block import NORMS, POSITIONS, Block
 from gpt2jax.model.cache import DecodeState, Slots, Span
 from gpt2jax.model.config import ModelConfig
 from gpt2jax.model.linear import child_key, dropout, normal
-
+from gpt2jax.parallel.table import STREAM, constrain
 
 #: Rematerialisation by name: of each block the backward pass computes again nothing, all, or all but the products with weights (Chen et al., arXiv:1604.06174).
 REMAT: dict[str, Callable[..., Any]] = {
@@ -72,7 +72,7 @@ class GPT2(nnx.Module):
         span = Span.of((B, T), mask_BT, segment_BT)
         embed_key, block_key = (None, None) if dropout_key is None else jax.random.split(dropout_key)
         keys_L = None if block_key is None else jax.random.split(block_key, self.config.n_layer)
-        x_BTD = self._embed(tokens_BT, span, embed_key)
+        x_BTD = constrain(self._embed(tokens_BT, span, embed_key), STREAM)
         run = REMAT[remat](lambda block, x, span, key: block(x, span, key)[0])
         if isinstance(self.blocks, tuple):
             for i, block in enumerate(self.blocks):

@@ -1,44 +1,106 @@
-"""The device mesh, and where arrays lie on it.
-
-Two axes: over `data` the rows of a batch are spread, over `tensor` the parameters that TABLE names. Training uses `data` alone so far.
-"""
+"""The device mesh, and where arrays lie on it. The table of axes is in table.py."""
 
 from __future__ import annotations
 
-from typing import TypeVar
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from gpt2jax.config import Config, MeshConfig
 from gpt2jax.errors import InputError
 from gpt2jax.model.gpt2 import GPT2
 from gpt2jax.model.parameters import map_named, map_variables
-
-#: The mesh axis of each logical axis that is spread; all others lie whole on every device. Megatron's split (arXiv:1909.08053): a block's first products are
-#: split by output, its second ones by input, so that each sub-layer needs one sum over devices.
-TABLE = {"vocab": "tensor", "heads": "tensor", "kv_heads": "tensor", "mlp": "tensor"}
+from gpt2jax.parallel.table import spec
 
 Tree = TypeVar("Tree")
 
 
-def data_mesh(batch_size: int) -> Mesh:
-    """All devices in a row. InputError if they cannot share `batch_size` rows evenly."""
+def mesh_sizes(config: MeshConfig, devices: int) -> dict[str, int]:
+    """The size of each axis, the one that is -1 filled. InputError unless their product is the number of devices."""
+    sizes = {name: getattr(config, name) for name in ("data", "fsdp", "expert", "sequence", "tensor")}
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    filled = {name: devices // fixed if size == -1 else size for name, size in sizes.items()}
+    if math.prod(filled.values()) != devices:
+        named = " x ".join(f"{name}={size}" for name, size in sizes.items() if size != 1) or "data=1"
+        raise InputError(f"mesh {named} does not make {devices} devices; choose sizes whose product is {devices}, or -1 for one of them")
+    return filled
+
+
+def training_mesh(config: Config) -> Mesh:
+    """All devices as config.mesh says, the last axis over the nearest ones. InputError for sizes that do not divide what they split."""
     devices = jax.devices()
-    if batch_size % len(devices):
-        raise InputError(f"train.batch_size={batch_size} cannot be shared evenly by {len(devices)} devices; make it a multiple of {len(devices)}")
-    return Mesh(np.array(devices), ("data",))
+    sizes = mesh_sizes(config.mesh, len(devices))
+    check_divisible(config, sizes)
+    if len(devices) == 1 or devices[0].platform == "cpu":
+        grid = np.array(devices).reshape(*sizes.values())
+    else:
+        from jax.experimental import mesh_utils
+
+        grid = mesh_utils.create_device_mesh(tuple(sizes.values()), devices)  # follows the wires of a TPU slice
+    return Mesh(grid, tuple(sizes))
 
 
-def replicate(tree: Tree, mesh: Mesh) -> Tree:
-    """The same arrays on every device."""
-    return jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))
+def check_divisible(config: Config, sizes: dict[str, int]) -> None:
+    """InputError, before anything is compiled, if a mesh axis would split something unevenly. Key/value heads may be fewer: they then lie whole."""
+    model, train = config.model, config.train
+    rows = sizes["data"] * sizes["fsdp"] * sizes["expert"]
+    for key, number, parts, axis in (
+        ("train.batch_size", train.batch_size, rows, "data x fsdp x expert"),
+        ("train.sequence_length", config.sequence_length, sizes["sequence"], "sequence"),
+        ("model.n_embd", model.n_embd, sizes["fsdp"], "fsdp"),
+        ("model.n_head", model.n_head, sizes["tensor"], "tensor"),
+        ("the MLP's width", model.mlp_width, sizes["tensor"], "tensor"),
+        ("the padded vocabulary", model.padded_vocab_size, sizes["tensor"], "tensor"),
+    ):
+        if number % parts:
+            way_out = "raise model.vocab_multiple" if "vocabulary" in key else f"make it a multiple of {parts}, or choose another mesh"
+            raise InputError(f"{key}={number} cannot be shared evenly by mesh {axis}={parts}; {way_out}")
 
 
-def split_rows(rows: np.ndarray, mesh: Mesh) -> jax.Array:
-    """[B, ...] with B's rows spread over the devices."""
-    return jax.device_put(rows, NamedSharding(mesh, PartitionSpec("data")))
+def parameter_shardings(model: GPT2, mesh: Mesh) -> dict[str, NamedSharding]:
+    """Where each parameter lies, by name; `model` may be abstract. Stacked blocks have a leading axis more than the names say, and vectors lie whole."""
+
+    def place(name: str, variable: nnx.Variable[Any]) -> NamedSharding:
+        axes = variable.get_metadata().get("axes", ())
+        axes = axes if len(axes) > 1 else (None,) * len(axes)
+        axes = (None,) * (variable.ndim - len(axes)) + tuple(axes)
+        return NamedSharding(mesh, spec(axes, variable.shape, mesh))
+
+    return map_variables(place, model)
+
+
+def shardings_like(tree: Any, parameters: dict[str, NamedSharding], mesh: Mesh) -> Any:
+    """Where the leaves of an optimizer's state (abstract arrays) lie: one that is kept for a parameter lies as the parameter does, all others lie whole."""
+
+    def place(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        name = next((key.key for key in path if getattr(key, "key", None) in parameters), None)
+        whole = NamedSharding(mesh, PartitionSpec())
+        return whole if name is None or len(parameters[name].spec) != leaf.ndim else parameters[name]
+
+    return jax.tree.map_with_path(place, tree)
+
+
+def place_rows(read: Callable[[slice], tuple[np.ndarray, np.ndarray]], rows: int, tokens: int, mesh: Mesh) -> tuple[jax.Array, jax.Array]:
+    """A global batch of inputs and targets, int32 [rows, tokens] each, spread as the table says. `read` gives rows of it as host arrays: each process reads
+    only those that its own devices hold."""
+    sharding = NamedSharding(mesh, spec(("batch", "tokens"), (rows, tokens), mesh))
+    known: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
+
+    def place(which: int) -> jax.Array:
+        def part(index: Any) -> np.ndarray:
+            start, stop, _ = index[0].indices(rows)
+            if (start, stop) not in known:
+                known[start, stop] = read(slice(start, stop))
+            return known[start, stop][which][:, index[1]]
+
+        return jax.make_array_from_callback((rows, tokens), sharding, part)
+
+    return place(0), place(1)
 
 
 def shard(model: GPT2, *, data: int = 1, tensor: int = 1) -> GPT2:
@@ -53,7 +115,7 @@ def shard(model: GPT2, *, data: int = 1, tensor: int = 1) -> GPT2:
     if data * tensor > len(devices):
         raise InputError(f"a mesh of data={data} x tensor={tensor} needs {data * tensor} devices, and there are {len(devices)}; choose a smaller one")
     mesh = Mesh(np.array(devices[: data * tensor]).reshape(data, tensor), ("data", "tensor"))
-    shardings = map_variables(lambda name, variable: NamedSharding(mesh, _spec(variable, mesh)), model)
+    shardings = parameter_shardings(model, mesh)
     return map_named(lambda name, leaf: jax.device_put(leaf, shardings[name]), model)
 
 
@@ -62,13 +124,4 @@ def rows_sharding(model: GPT2, rows: int) -> NamedSharding | None:
     sharding = jax.tree.leaves(model)[0].sharding
     if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
         return None
-    return NamedSharding(sharding.mesh, PartitionSpec("data" if rows % sharding.mesh.shape["data"] == 0 else None))
-
-
-def _spec(variable: nnx.Variable, mesh: Mesh) -> PartitionSpec:
-    """Of the axes that the table spreads, the first whose size is a multiple of the mesh axis. Stacked blocks have a leading axis more than the names say."""
-    axes = variable.get_metadata().get("axes", ())
-    axes = (None,) * (variable.ndim - len(axes)) + tuple(axes)
-    spread = [TABLE.get(axis or "") if size % mesh.shape["tensor"] == 0 else None for axis, size in zip(axes, variable.shape, strict=True)]
-    first = next((i for i, axis in enumerate(spread) if axis), None)
-    return PartitionSpec(*(axis if i == first else None for i, axis in enumerate(spread)))
+    return NamedSharding(sharding.mesh, spec(("batch",), (rows,), sharding.mesh))

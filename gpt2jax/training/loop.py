@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import signal
@@ -22,19 +23,19 @@ from gpt2jax.errors import InputError
 from gpt2jax.kernels.backends import describe
 from gpt2jax.model.gpt2 import GPT2, parameter_count
 from gpt2jax.model.parameters import abstract_model, with_parameters
-from gpt2jax.parallel.mesh import data_mesh, replicate, split_rows
+from gpt2jax.parallel.mesh import place_rows, training_mesh
 from gpt2jax.tokenizer import Tokenizer, load_tokenizer
 from gpt2jax.training.checkpoint import Checkpoints
 from gpt2jax.training.folder import CONFIG, TOKENIZER, require_unused, saved_config, write_text
 from gpt2jax.training.metrics import MetricsFile, ProgressView
 from gpt2jax.training.objective import token_losses
 from gpt2jax.training.optimizer import make_optimizer, make_schedule
-from gpt2jax.training.step import TrainState, init_state, make_train_step
+from gpt2jax.training.step import TrainState, init_state, make_train_step, state_shardings
 
 #: What may change when a run goes on; everything else must be as it was, or the result would be neither run's.
 _MAY_CHANGE = {"train.steps", "train.log_every", "data.source", "data.verify", "data.val_fraction", "data.split_seed"}
 _MAY_CHANGE |= {"train.remat", "model.attention_backend"}  # other schedules of the same computation
-_MAY_CHANGE_SECTIONS = {"eval", "checkpoint", "run"}
+_MAY_CHANGE_SECTIONS = {"mesh", "eval", "checkpoint", "run"}
 
 
 class RunFailed(RuntimeError):
@@ -62,17 +63,23 @@ def train(config: Config) -> int:
 
 
 def _run(config: Config, run_dir: Path, tokenizer: Tokenizer, splits: dict[str, TokenData], signals: _Signals) -> int:
+    mesh = training_mesh(config)
+    with jax.set_mesh(mesh):
+        return _run_on(mesh, config, run_dir, tokenizer, splits, signals)
+
+
+def _run_on(mesh: Mesh, config: Config, run_dir: Path, tokenizer: Tokenizer, splits: dict[str, TokenData], signals: _Signals) -> int:
     attention = describe(config.model, config.sequence_length)
-    mesh = data_mesh(config.train.batch_size)
     skeleton = abstract_model(config.model)
     optimizer = make_optimizer(config.optimizer, config.train.steps, skeleton)
     schedule = make_schedule(config.optimizer, config.train.steps)
-    step_function = make_train_step(config.model, optimizer, schedule, config.optimizer.learning_rate, config.train.seed, config.train.remat)
+    shardings = state_shardings(config.model, optimizer, mesh)
+    step_function = make_train_step(config.model, optimizer, schedule, config.optimizer.learning_rate, config.train.seed, config.train.remat, shardings)
     evaluate = _make_evaluate(config, skeleton, mesh, tokenizer, splits["val"])
 
     _lay_out(run_dir, config, tokenizer, splits["train"])
     checkpoints = Checkpoints(run_dir, config.checkpoint)
-    state = replicate(init_state(config.model, optimizer, config.train.seed), mesh)
+    state = init_state(config.model, optimizer, config.train.seed, shardings)
     restored = checkpoints.restore(state)
     state = restored or state
     step, steps = int(state.step), config.train.steps
@@ -86,8 +93,8 @@ def _run(config: Config, run_dir: Path, tokenizer: Tokenizer, splits: dict[str, 
         if step > steps:
             raise InputError(f"{run_dir} is already at step {step}, past train.steps={steps}; raise train.steps")
         while step < steps and not signals.number:
-            inputs_BT, targets_BT = splits["train"].batch(step)
-            state, measured = step_function(state, split_rows(inputs_BT, mesh), split_rows(targets_BT, mesh))
+            batch = place_rows(functools.partial(splits["train"].batch, step), config.train.batch_size, config.sequence_length, mesh)
+            state, measured = step_function(state, *batch)
             step += 1
             view.advance(step)
             last = step == steps
@@ -208,7 +215,9 @@ def _make_evaluate(config: Config, skeleton: GPT2, mesh: Mesh, tokenizer: Tokeni
         total, targets, text_bytes = 0.0, 0, 0
         batches: Iterable[tuple[np.ndarray, np.ndarray]] = data.eval_batches(config.eval.sequences)
         for inputs_BT, targets_BT in batches:
-            total += float(batch_sum(state.parameters, split_rows(inputs_BT, mesh), split_rows(targets_BT, mesh)))
+            rows, tokens = targets_BT.shape
+            batch = place_rows(lambda part: (inputs_BT[part], targets_BT[part]), rows, tokens, mesh)  # noqa: B023
+            total += float(batch_sum(state.parameters, *batch))
             real = targets_BT[targets_BT >= 0]
             targets, text_bytes = targets + real.size, text_bytes + int(bytes_of_id[real].sum())
             if signals.number:

@@ -11,10 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gpt2jax.config import ModelConfig
 from gpt2jax.model.gpt2 import GPT2
 from gpt2jax.model.parameters import abstract_model, named_parameters, with_parameters
+from gpt2jax.parallel.mesh import parameter_shardings, shardings_like
 from gpt2jax.training.objective import mean_loss
 
 Metrics = dict[str, jax.Array]
@@ -32,21 +34,36 @@ class TrainState:
     optimizer: Any
 
 
-def init_state(config: ModelConfig, optimizer: optax.GradientTransformation, seed: int) -> TrainState:
-    """The state before the first step; initial values depend on the seed alone."""
-    parameters = init_parameters(config, jax.random.key(seed))
-    return TrainState(jnp.int32(0), parameters, jax.jit(optimizer.init)(parameters))
+def state_shardings(config: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+    """Where each array of the state lies: parameters as the table says, the optimizer's state of a parameter as the parameter."""
+    skeleton = abstract_model(config)
+    placed = parameter_shardings(skeleton, mesh)
+    optimizer_state = jax.eval_shape(optimizer.init, named_parameters(skeleton))
+    return TrainState(NamedSharding(mesh, PartitionSpec()), placed, shardings_like(optimizer_state, placed, mesh))  # type: ignore[arg-type]
 
 
-def init_parameters(config: ModelConfig, key: jax.Array) -> dict[str, jax.Array]:
+def init_state(config: ModelConfig, optimizer: optax.GradientTransformation, seed: int, shardings: TrainState | None = None) -> TrainState:
+    """The state before the first step; initial values depend on the seed alone. With shardings, each device makes its own part: none holds the whole."""
+    parameters = init_parameters(config, jax.random.key(seed), None if shardings is None else shardings.parameters)
+    optimizer_state = jax.jit(optimizer.init, out_shardings=None if shardings is None else shardings.optimizer)(parameters)
+    return TrainState(jax.device_put(jnp.int32(0), None if shardings is None else shardings.step), parameters, optimizer_state)
+
+
+def init_parameters(config: ModelConfig, key: jax.Array, shardings: Any = None) -> dict[str, jax.Array]:
     """The initial parameters by name, made in one compiled program."""
     # run once, so compiling it is what costs: unoptimised code takes a quarter of the time on a CPU, where the random draws are the slow part
     options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
-    return jax.jit(lambda key: named_parameters(GPT2(config, key)), compiler_options=options)(key)
+    return jax.jit(lambda key: named_parameters(GPT2(config, key)), compiler_options=options, out_shardings=shardings)(key)
 
 
 def make_train_step(
-    config: ModelConfig, optimizer: optax.GradientTransformation, schedule: Callable[[Any], Any], learning_rate: float, seed: int, remat: str = "none"
+    config: ModelConfig,
+    optimizer: optax.GradientTransformation,
+    schedule: Callable[[Any], Any],
+    learning_rate: float,
+    seed: int,
+    remat: str = "none",
+    shardings: TrainState | None = None,
 ) -> Callable[[TrainState, Batch, Batch], tuple[TrainState, Metrics]]:
     """step(state, inputs, targets) -> (state, metrics): jitted, the old state donated; inputs and targets int32 [B, T].
 
@@ -55,7 +72,7 @@ def make_train_step(
     skeleton = abstract_model(config)
     dropped = config.embd_pdrop or config.attn_pdrop or config.resid_pdrop
 
-    @functools.partial(jax.jit, donate_argnums=0)
+    @functools.partial(jax.jit, donate_argnums=0, out_shardings=None if shardings is None else (shardings, None))
     def step(state: TrainState, inputs_BT: jax.Array, targets_BT: jax.Array) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(jax.random.key(seed), state.step) if dropped else None
 
