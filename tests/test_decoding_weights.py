@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import re
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +46,38 @@ def test_the_int8_product_is_the_product_with_the_matrix_written_out(rows: int) 
     got, want = jax.jit(weights.int8_product)(x_RI, w_OI), np.asarray(x_RI, np.float64) @ np.asarray(w_OI, np.float64).T
     bound = np.abs(x_RI).max(1, keepdims=True) / 64_000 * np.abs(np.asarray(w_OI, int)).sum(1)
     assert (np.abs(got - want) <= bound + 1e-6 * np.abs(want).max(1, keepdims=True)).all()
+
+
+@pytest.mark.parametrize(("rows", "inputs"), [(1, 128), (3, 160), (8, 768), (2, 3072)])
+def test_sums_of_int8_products_are_the_product(rows: int, inputs: int) -> None:
+    """Also where every product is the largest there is: no sum overflows."""
+    x_RI = jax.random.normal(jax.random.key(0), (rows, inputs)) * 10.0 ** jnp.arange(-3, rows - 3)[:, None]
+    x_RI = jnp.where(jnp.arange(rows)[:, None] == rows - 1, 3.0, x_RI)
+    w_OI = jax.random.randint(jax.random.key(1), (11, inputs), -127, 128, jnp.int8).at[4].set(127)
+    assert weights._parts(x_RI, w_OI) >= 4 and inputs % (32 * weights._parts(x_RI, w_OI)) == 0
+    got, want = jax.jit(weights.int8_product)(x_RI, w_OI), np.asarray(x_RI, np.float64) @ np.asarray(w_OI, np.float64).T
+    bound = np.abs(x_RI).max(1, keepdims=True) / 64_000 * np.abs(np.asarray(w_OI, int)).sum(1)
+    assert (np.abs(got - want) <= bound + 1e-6 * np.abs(want).max(1, keepdims=True)).all()
+
+
+@pytest.mark.parametrize(("rows", "inputs"), [(1, 128), (3, 768), (5, 768), (33, 128), (1, 37)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_bfloat16_product_is_the_product(rows: int, inputs: int, dtype: str) -> None:
+    """Of activations in either dtype: float32 ones are not rounded to bfloat16, whose error would be some 1e-3."""
+    x_RI, w_OI = jax.random.normal(jax.random.key(0), (rows, inputs), dtype), jax.random.normal(jax.random.key(1), (11, inputs), jnp.bfloat16)
+    got, want = jax.jit(weights.bfloat16_product)(x_RI, w_OI), np.asarray(x_RI, np.float64) @ np.asarray(w_OI, np.float64).T
+    assert (weights._parts(x_RI, w_OI) > 0) == (rows <= 4 and inputs >= 128) and got.dtype == jnp.float32
+    np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
+
+
+@pytest.mark.parametrize(("product", "dtype", "calls"), [(weights.int8_product, "int8", 2), (weights.bfloat16_product, "bfloat16", 1)])
+def test_sums_read_the_weights_as_they_lie(product: Callable[..., jax.Array], dtype: str, calls: int) -> None:
+    """XLA keeps the calls, and writes nothing of the weights' size: its only whole-matrix operand is the parameter itself."""
+    text = jax.jit(product).lower(jnp.ones((1, 768)), jnp.ones((23, 768), dtype)).compile().as_text()
+    kept = [line for line in text.splitlines() if " call(" in line and 'inlineable="false"' in line]
+    assert len(kept) == calls, text
+    outside = [line for line in text.splitlines() if line.startswith("  ") and " fusion(" in line]
+    assert outside and not any(re.search(r"= \w+\[23,(768|2,12,32)\]", line) for line in outside), text
 
 
 @SHAPES
@@ -98,7 +132,7 @@ def test_logits_are_the_models_own(kind: str, turned: bool) -> None:
     model = make(kind)
     hidden_BD = jax.random.normal(jax.random.key(5), (3, 12)).astype(model.config.compute_dtype)
     got = jax.jit(weights.logits)(weights.prepare(model, turned=turned), hidden_BD)
-    np.testing.assert_allclose(got[:, :257], model.padded_logits(hidden_BD)[:, :257], rtol=1e-5, atol=3e-4 if kind == "int8" else 1e-5)
+    np.testing.assert_allclose(got[:, :257], model.padded_logits(hidden_BD)[:, :257], rtol=1e-5, atol={"int8": 3e-4, "bfloat16": 1e-4}.get(kind, 1e-5))
     assert got.dtype == jnp.float32 and np.isneginf(got[:, 257:]).all()
 
 
@@ -163,13 +197,16 @@ def test_the_fast_path_really_runs(kind: str) -> None:
 
 
 def test_processors_with_bfloat16_products_keep_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that are bfloat16 already, whatever the model computes in, and all weights of a model that computes in bfloat16."""
     x_RI, w_OI = jax.random.normal(jax.random.key(0), (1, 7)), jax.random.normal(jax.random.key(1), (11, 7))
-    monkeypatch.setattr(weights, "cpu_flags", lambda: frozenset({"avx512_bf16"}))
-    turned = weights.Turned(w_OI, None, jnp.dtype("bfloat16"))
-    assert turned.w_OI[...].dtype == jnp.bfloat16
-    np.testing.assert_allclose(turned(x_RI), x_RI @ w_OI.T, rtol=2e-2, atol=5e-2)
-    monkeypatch.setattr(weights, "cpu_flags", frozenset)
-    assert weights.Turned(w_OI, None, jnp.dtype("bfloat16")).w_OI[...].dtype == jnp.float32
+    kept = {"float32": w_OI.astype(jnp.bfloat16), "bfloat16": w_OI}
+    for flags, dtype in ((frozenset({"avx512_bf16"}), jnp.bfloat16), (frozenset(), jnp.float32)):
+        monkeypatch.setattr(weights, "cpu_flags", lambda flags=flags: flags)
+        for compute_dtype, w in kept.items():
+            turned = weights.Turned(w, None, jnp.dtype(compute_dtype))
+            assert turned.w_OI[...].dtype == dtype
+            np.testing.assert_allclose(turned(x_RI), x_RI @ w_OI.T, rtol=2e-2, atol=5e-2)
+    assert weights.Turned(w_OI, None, jnp.dtype("float32")).w_OI[...].dtype == jnp.float32
 
 
 CACHE_ERRORS = {"float32": 1e-6, "bfloat16": 2e-2, "int8": 3e-2}  # this model's weights are large: a trained one has a tenth of these

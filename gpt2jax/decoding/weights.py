@@ -1,15 +1,16 @@
 """Smaller weights, and the model in the form that decodes fastest, by platform: the one place that knows about it. A form is the same function of the weights.
 
 On any platform blocks become a list: slicing a stack inside the loop would copy the weights at every layer. On a CPU linear maps are also turned to [out, in],
-and the product depends on the weights' dtype and on the number of rows, because XLA has no one form that is always fast there (figures: GPT-2 124M, 2 cores of
-an AMD EPYC with AVX2, jax 0.10.2):
+and the product depends on the weights' dtype and on the number of rows, because XLA has no one form that is always fast there (figures: all products of a step
+of GPT-2 124M, jax 0.10.2, 2 cores of an AMD EPYC with AVX-512, VNNI and bfloat16 unless AVX2 is named):
 
-- float32: one row is a matrix-vector product at the speed of memory. For x @ w with more rows XLA first packs the whole matrix into another order, at every
-  step, unless the rows stand as columns beside it (2 to 16 rows: a quarter of the time; 32: a third).
-- int8: `w.astype(float32)` before a dot writes the whole matrix out as float32, which takes longer than reading float32 weights would. The int8 dot does not,
-  but it is fast from two rows on only: each row becomes two, `int8_product`, which also makes up for the rounding of activations (1 row: 16 ms a step, 24 in
-  float32; the float32 product with a matrix written out: 68).
-- bfloat16: only CPUs with instructions for it multiply it fast; for the others the weights are widened to float32 once.
+- float32: one row is a matrix-vector product at the speed of memory (17 ms). For x @ w with more rows XLA first packs the whole matrix into another order, at
+  every step, unless the rows stand as columns beside it (2 to 16 rows: a quarter of the time; 32: a third; AVX2).
+- int8: `w.astype(float32)` before a dot writes the whole matrix out as float32 (8 rows: 63 ms). The int8 dot does not, but it packs the weights too, and is
+  fast from two rows on only. So few rows are plain integer sums, which XLA compiles to one loop over the weights as they lie in memory (1 row: 6 ms, the dot:
+  12); more rows are the dot, each as two int8 rows, which makes up for the rounding of activations.
+- bfloat16: only CPUs with instructions for it multiply it fast; for the others the weights are widened to float32 once. Few rows are float32 sums, with the
+  weights widened in registers (1 row: 9 ms, the dot: 17). More float32 rows are two bfloat16 rows each.
 
 Letters: R rows, I inputs, O outputs, B batch, D width, P padded vocabulary.
 """
@@ -26,6 +27,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.experimental.xla_metadata import set_xla_metadata
 
 from gpt2jax.decoding.settings import CACHE_DTYPES, WEIGHTS_DTYPES
 from gpt2jax.errors import InputError
@@ -36,6 +38,11 @@ from gpt2jax.model.linear import Linear, QuantizedLinear, QuantizedTable, add_bi
 FEW = 32
 #: Most rows for which integer products are faster than the matrix written out as float32.
 FEW_INT8 = 64
+#: Most rows for which sums are faster than the library's dot, by the dtype of the weights.
+FEW_SUMS = {"int8": 8, "bfloat16": 4}
+#: Numbers side by side in the loop of a sum, and how many such parts it takes at a time: with fewer XLA unrolls the loop before it could become one of vectors,
+#: with more it takes the sum apart. 12 * 32 products of 16 and 8 bits stay within 32 bits.
+_LANES, _FEWEST_PARTS, _MOST_PARTS = 32, 4, 12
 
 
 def quantize(model: GPT2, weights_dtype: str) -> GPT2:
@@ -112,15 +119,17 @@ class Turned(nnx.Module):
     """x w^T * scale for a CPU, x [R, I] -> float32 [R, O]; weights [out, in] in the dtype that is multiplied fastest."""
 
     def __init__(self, w_OI: jax.Array, scale_O: jax.Array | None, dtype: jnp.dtype) -> None:
-        if w_OI.dtype != jnp.int8:
-            w_OI = w_OI.astype(dtype).astype(dtype if "avx512_bf16" in cpu_flags() else jnp.float32)
-        self.w_OI = nnx.Param(w_OI)
+        if w_OI.dtype == jnp.float32:
+            w_OI = w_OI.astype(dtype)
+        if w_OI.dtype == jnp.bfloat16 and "avx512_bf16" not in cpu_flags():
+            w_OI = w_OI.astype(jnp.float32)
+        self.w_OI, self.dtype = nnx.Param(w_OI), dtype
         self.scale_O = None if scale_O is None else nnx.Param(scale_O)
 
     def __call__(self, x_RI: jax.Array) -> jax.Array:
         w_OI = self.w_OI[...]
-        product = {"int8": int8_product, "bfloat16": _bfloat16_dot, "float32": turned_product}[w_OI.dtype.name]
-        y_RO = product(x_RI, w_OI)
+        product = {"int8": int8_product, "bfloat16": bfloat16_product, "float32": turned_product}[w_OI.dtype.name]
+        y_RO = product(x_RI.astype(self.dtype), w_OI)
         return y_RO if self.scale_O is None else y_RO * self.scale_O[...]
 
 
@@ -151,25 +160,74 @@ def turned_product(x_RI: jax.Array, w_OI: jax.Array) -> jax.Array:
 
 
 def int8_product(x_RI: jax.Array, w_OI: jax.Array) -> jax.Array:
-    """x w^T, float32 [R, O], for int8 weights.
-
-    A few rows by integer products alone: each row is the sum of two int8 rows, a coarse one and the rest of it, so within 1/64,000 of its largest number.
-    """
+    """x w^T, float32 [R, O], for int8 weights; a few rows by integer products alone, with an error within 1/64,000 of each row's largest number."""
     x_RI = x_RI.astype(jnp.float32)
     if x_RI.shape[0] > FEW_INT8:
         return jnp.einsum("RI,OI->RO", x_RI, w_OI.astype(jnp.float32))
+    if not (parts := _parts(x_RI, w_OI)):
+        return _int8_dot(x_RI, w_OI)
+    rows_RI, step_R1 = _called(_in_16_bits, x_RI)
+    return _called(_int8_sums, rows_RI, w_OI, parts).sum(1).T * step_R1
+
+
+def bfloat16_product(x_RI: jax.Array, w_OI: jax.Array) -> jax.Array:
+    """x w^T, float32 [R, O], for bfloat16 weights. Each float32 row is taken as it is, or as the sum of two bfloat16 rows, within 1/130,000 of each number."""
+    if parts := _parts(x_RI, w_OI):
+        return _called(_float_sums, x_RI.astype(jnp.float32), w_OI, parts).sum((1, 3)).T
+    high_RI = x_RI.astype(jnp.bfloat16)
+    if x_RI.dtype == jnp.float32 and x_RI.shape[0] > FEW:
+        return jnp.einsum("RI,OI->RO", x_RI, w_OI.astype(jnp.float32))
+    low_RI = (x_RI - high_RI.astype(x_RI.dtype)).astype(jnp.bfloat16) if x_RI.dtype == jnp.float32 else high_RI[: max(2 - x_RI.shape[0], 0)]
+    rows = jnp.concatenate([high_RI, low_RI])  # two or more: a single row would have the weights widened to float32
+    y_RO = jnp.einsum("RI,OI->RO", rows, w_OI, preferred_element_type=jnp.float32)
+    return y_RO[: x_RI.shape[0]] + y_RO[x_RI.shape[0] :] if x_RI.dtype == jnp.float32 else y_RO[: x_RI.shape[0]]
+
+
+def _called(function: Callable[..., Any], *args: Any) -> Any:
+    """A call that XLA does not inline: else rounding would be fused into the loop of the sums, anew for every output, and that loop into what follows."""
+    with set_xla_metadata(inlineable="false"):
+        return function(*args)
+
+
+def _parts(x_RI: jax.Array, w_OI: jax.Array) -> int:
+    """How many parts of `_LANES` numbers a sum takes at a time; 0 if there are too many rows for sums, or too few numbers."""
+    (rows, inputs), sizes = x_RI.shape, range(_MOST_PARTS, _FEWEST_PARTS - 1, -1)
+    return next((U for U in sizes if inputs % (U * _LANES) == 0), 0) if rows <= FEW_SUMS[w_OI.dtype.name] else 0
+
+
+def _products(x_RI: jax.Array, w_OI: jax.Array, U: int, dtype: type) -> jax.Array:
+    """Products in `dtype`, each the sum of U: [O, G, R, K] where I = G * U * K."""
+    x_GRUK, w_OGUK = x_RI.reshape(x_RI.shape[0], -1, U, _LANES).swapaxes(0, 1), w_OI.reshape(w_OI.shape[0], -1, U, _LANES)
+    return functools.reduce(jnp.add, [w_OGUK[:, :, None, u].astype(dtype) * x_GRUK[None, :, :, u].astype(dtype) for u in range(U)])
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _int8_sums(rows_RI: jax.Array, w_OI: jax.Array, U: int) -> jax.Array:
+    """float32 [O, G, R]."""
+    return _products(rows_RI, w_OI, U, jnp.int32).sum(-1).astype(jnp.float32)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _float_sums(x_RI: jax.Array, w_OI: jax.Array, U: int) -> jax.Array:
+    """float32 [O, G, R, K], K numbers to be summed later: within one loop only sums whose order is free become vectors."""
+    return _products(x_RI, w_OI, U, jnp.float32)
+
+
+@jax.jit
+def _in_16_bits(x_RI: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Rows rounded to int16, and the size of each one's step, float32 [R, 1]."""
+    step_R1 = jnp.maximum(jnp.abs(x_RI).max(1, keepdims=True), 1e-30) / 32767
+    return jax.lax.round(x_RI / step_R1, jax.lax.RoundingMethod.TO_NEAREST_EVEN).astype(jnp.int16), step_R1
+
+
+def _int8_dot(x_RI: jax.Array, w_OI: jax.Array) -> jax.Array:
+    """Each row is the sum of two int8 rows, a coarse one and the rest of it."""
     step_R1 = jnp.maximum(jnp.abs(x_RI).max(1, keepdims=True), 1e-30) / 127
     coarse_RI = jnp.round(x_RI / step_R1)
     fine_RI = jnp.round((x_RI / step_R1 - coarse_RI) * 254)
     rows = jnp.concatenate([coarse_RI, fine_RI]).astype(jnp.int8)
     coarse_RO, fine_RO = jnp.split(jnp.einsum("RI,OI->RO", rows, w_OI, preferred_element_type=jnp.int32).astype(jnp.float32), 2)
     return (coarse_RO + fine_RO / 254) * step_R1
-
-
-def _bfloat16_dot(x_RI: jax.Array, w_OI: jax.Array) -> jax.Array:
-    """In two rows or more: a single one would be widened to float32."""
-    rows = jnp.concatenate([x_RI, x_RI]) if x_RI.shape[0] == 1 else x_RI
-    return jnp.einsum("RI,OI->RO", rows.astype(jnp.bfloat16), w_OI, preferred_element_type=jnp.float32)[: x_RI.shape[0]]
 
 
 @functools.cache
