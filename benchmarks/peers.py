@@ -133,27 +133,29 @@ def missing(program: str) -> list[str]:
 
 def make_models(folder: Path, programs: list[str]) -> None:
     """The random weights as a Hugging Face folder, and what else each program reads."""
-    if set(map(lambda program: program.split()[0], programs)) <= {"gpt2jax"} or (folder / "config.json").is_file():
+    if {program.split()[0] for program in programs} <= {"gpt2jax"}:
         return
     import torch
     import transformers
 
     from gpt2jax.tokenizer import load_tokenizer
 
-    folder.mkdir(parents=True, exist_ok=True)
-    torch.manual_seed(0)
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config())
-    model.save_pretrained(folder)
-    load_tokenizer("gpt2").save_hf(folder)
+    if not (folder / "config.json").is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.manual_seed(0)
+        transformers.GPT2LMHeadModel(transformers.GPT2Config()).save_pretrained(folder)
+        load_tokenizer("gpt2").save_hf(folder)
     for program in programs:
         name, dtype = program.split()
         if name == "ctranslate2":
             import ctranslate2
 
             dtype = {"fp32": "float32"}.get(dtype, dtype)
-            ctranslate2.converters.TransformersConverter(str(folder)).convert(str(folder / f"ctranslate2-{dtype}"), quantization=dtype)
-        if name == "llama.cpp":
-            write_gguf(folder / f"{dtype.upper()}.gguf", {key: value.numpy() for key, value in model.state_dict().items()}, dtype.upper())
+            if not (out := folder / f"ctranslate2-{dtype}").exists():
+                ctranslate2.converters.TransformersConverter(str(folder)).convert(str(out), quantization=dtype)
+        if name == "llama.cpp" and not (out := folder / f"{dtype.upper()}.gguf").exists():
+            model = transformers.GPT2LMHeadModel.from_pretrained(folder)
+            write_gguf(out, {key: value.numpy() for key, value in model.state_dict().items()}, dtype.upper())
 
 
 def write_gguf(path: Path, weights: dict[str, np.ndarray], dtype: str) -> None:
