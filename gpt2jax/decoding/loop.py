@@ -22,6 +22,7 @@ from gpt2jax.decoding.weights import logits
 from gpt2jax.model.cache import DecodeState
 from gpt2jax.model.gpt2 import GPT2
 from gpt2jax.parallel.mesh import rows_sharding
+from gpt2jax.parallel.table import in_mesh_of
 
 #: Steps of a chunk: also the slots of the live cache.
 CHUNK = 32
@@ -159,7 +160,8 @@ class Decoder:
     def _prefill(self, rows: Sequence[Sequence[int]]) -> None:
         tokens_BT, length_B = self._placed(rows, prompt_bucket(max(map(len, rows)), self.model.config.context))
         self._filled, self._recent = max(map(len, rows)), 0
-        self._hidden_BD, self.state = _prefill(self.model, tokens_BT, length_B, slots=cache_bucket(tokens_BT.shape[1]))
+        with in_mesh_of(self.model):
+            self._hidden_BD, self.state = _prefill(self.model, tokens_BT, length_B, slots=cache_bucket(tokens_BT.shape[1]))
 
     def _placed(self, rows: Sequence[Sequence[int]], length: int) -> tuple[jax.Array, jax.Array]:
         """`_padded`, on the devices that the model lies on."""

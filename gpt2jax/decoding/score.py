@@ -18,6 +18,7 @@ from gpt2jax.decoding.loop import power_of_two, prompt_bucket
 from gpt2jax.decoding.request import Prompt, end_of_text_id, prompt_ids
 from gpt2jax.errors import InputError
 from gpt2jax.model.gpt2 import GPT2
+from gpt2jax.parallel.table import in_mesh_of
 
 if TYPE_CHECKING:
     from gpt2jax.tokenizer import Tokenizer
@@ -71,7 +72,8 @@ def score(model: GPT2, texts: Sequence[Prompt], *, tokenizer: Tokenizer | None =
         size = max(1, BATCH_TOKENS // length)
         for first in range(0, len(places), size):
             group = places[first : first + size]
-            log_prob_BT = _log_probs_of(model, [rows[place] for place in group], length)
+            with in_mesh_of(model):
+                log_prob_BT = _log_probs_of(model, [rows[place] for place in group], length)
             for place, log_prob_T in zip(group, log_prob_BT, strict=False):  # rows that pad the batch come last
                 before, ids = rows[place]
                 results[place] = log_prob_T[len(before) - 1 :][: len(ids)].tolist()

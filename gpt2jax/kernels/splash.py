@@ -16,6 +16,7 @@ from jax.experimental.pallas.ops.tpu import splash_attention as lib
 from jax.sharding import AxisType, PartitionSpec
 
 from gpt2jax.kernels.attention import CAUSAL, Rule
+from gpt2jax.parallel.table import axes_of
 
 #: Sides of a block, best first: large ones keep the matrix unit busy (MaxText's defaults), small ones fit lengths that are no multiple. 128 is the least.
 BLOCKS = (512, 256, 128)
@@ -33,8 +34,8 @@ def attend_splash(
 ) -> jax.Array:
     """`attention.attend_causally` without dropout: [B, T, H, V] in v's dtype. What stands at padding is not zeroed here: it attends to padding.
 
-    XLA does not split a kernel over devices by itself, and would gather its inputs on each. Under a mesh, each device therefore runs it on its own rows (axis
-    `data`) and heads (axis `tensor`). interpret: run without a TPU, very slowly.
+    XLA does not split a kernel over devices by itself, and would gather its inputs on each. Under a mesh, each device therefore runs it on its own rows and
+    heads. interpret: run without a TPU, very slowly.
     """
     T, K = q_BTHK.shape[1], q_BTHK.shape[3]
     block = next(b for b in BLOCKS if -T % b <= T // 8 or b == BLOCKS[-1])
@@ -71,15 +72,14 @@ def _block_sizes(b: int) -> lib.BlockSizes:
 def _on_mesh(
     run: Callable[..., jax.Array], q_BHTK: jax.Array, k_BGTK: jax.Array, v_BGTV: jax.Array, segment_BT: jax.Array | None, sink_H: jax.Array | None
 ) -> jax.Array:
-    """`run` on each device's rows and heads, where a mesh is in context. An axis that does not divide the batch or the heads is not used."""
+    """`run` on each device's rows and heads, where a mesh is in context: spread as the table says, whole over the axes that don't divide them."""
     mesh, (B, H), G = jax.sharding.get_abstract_mesh(), q_BHTK.shape[:2], k_BGTK.shape[1]
     # axes that are manual already were split by the caller
     sizes = {name: mesh.shape[name] for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != AxisType.Manual}
-    data, tensor = sizes.get("data", 1), sizes.get("tensor", 1)
-    rows, heads = "data" if data > 1 and B % data == 0 else None, "tensor" if tensor > 1 and H % tensor == 0 else None
     if math.prod(sizes.values()) == 1:
         return run(q_BHTK, k_BGTK, v_BGTV, segment_BT, sink_H)
-    if heads and G % tensor:  # as few copies of the keys as make them divide
+    rows, heads = axes_of("batch", B, sizes), axes_of("heads", H, sizes)
+    if G % (tensor := math.prod(sizes[name] for name in heads or ())):  # as few copies of the keys as make them divide
         copies = math.lcm(G, tensor) // G
         k_BGTK, v_BGTV = jnp.repeat(k_BGTK, copies, 1), jnp.repeat(v_BGTV, copies, 1)
     of_heads = PartitionSpec(rows, heads)
