@@ -19,7 +19,7 @@ from gpt2jax.model.block import NORMS, POSITIONS, Block
 from gpt2jax.model.cache import DecodeState, Slots, Span
 from gpt2jax.model.config import ModelConfig
 from gpt2jax.model.linear import child_key, dropout, normal
-from gpt2jax.parallel.table import STREAM, constrain
+from gpt2jax.parallel.table import STREAM, constrain, in_mesh_of
 
 #: Rematerialisation by name: of each block the backward pass computes again nothing, all, or all but the products with weights (Chen et al., arXiv:1604.06174).
 REMAT: dict[str, Callable[..., Any]] = {
@@ -55,7 +55,8 @@ class GPT2(nnx.Module):
         Raises InputError if T exceeds the context or the shape is not [B, T]. Ids must lie in [0, V): inside jit they can't be checked.
         """
         check_tokens(tokens_BT, self.config)
-        return _logits(self, tokens_BT, mask_BT, segment_BT, dropout_key)
+        with in_mesh_of(self):
+            return _logits(self, tokens_BT, mask_BT, segment_BT, dropout_key)
 
     def hidden(
         self,
@@ -83,10 +84,7 @@ class GPT2(nnx.Module):
 
     def padded_logits(self, x: jax.Array) -> jax.Array:
         """Hidden states [..., D] -> float32 logits [..., P]; padded ids get -inf, so that no softmax, argmax or sample sees them."""
-        dtype = jnp.dtype(self.config.compute_dtype)
-        table_PD = self.head_table[...].astype(dtype)
-        logits = jax.lax.dot_general(x.astype(dtype), table_PD, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-        return jnp.where(jnp.arange(table_PD.shape[0]) < self.config.vocab_size, logits, -jnp.inf)
+        return table_logits(x, self.head_table[...].astype(self.config.compute_dtype), self.config.vocab_size)
 
     @property
     def head_table(self) -> Any:
@@ -197,6 +195,12 @@ def check_tokens(tokens_BT: jax.Array, config: ModelConfig) -> None:
         raise InputError(f"tokens of shape {list(tokens_BT.shape)} are none; pass at least one a row")
     if config.context is not None and tokens_BT.shape[1] > config.context:
         raise InputError(f"{tokens_BT.shape[1]} tokens do not fit the context of n_positions={config.context}; pass between 1 and {config.context}")
+
+
+def table_logits(x: jax.Array, table_PD: jax.Array, vocab_size: int) -> jax.Array:
+    """Hidden states [..., D] against a table in the dtype to compute in: float32 logits [..., P], -inf from vocab_size on."""
+    logits = jax.lax.dot_general(x.astype(table_PD.dtype), table_PD, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    return jnp.where(jnp.arange(table_PD.shape[0]) < vocab_size, logits, -jnp.inf)
 
 
 def _table(config: ModelConfig, key: jax.Array) -> nnx.Param[jax.Array]:
