@@ -60,6 +60,13 @@ def test_sums_of_int8_products_are_the_product(rows: int, inputs: int) -> None:
     assert (np.abs(got - want) <= bound + 1e-6 * np.abs(want).max(1, keepdims=True)).all()
 
 
+@pytest.mark.parametrize("broken", [np.nan, np.inf, -np.inf])
+def test_numbers_that_are_not_finite_do_not_vanish_in_rounding(broken: float) -> None:
+    x_RI = jnp.ones((2, 128)).at[0, 77].set(broken)
+    y_RO = np.asarray(weights.int8_product(x_RI, jnp.ones((11, 128), jnp.int8)))
+    assert not np.isfinite(y_RO[0]).any() and (np.abs(y_RO[1] - 128) < 1e-2).all()
+
+
 @pytest.mark.parametrize(("rows", "inputs"), [(1, 128), (3, 768), (5, 768), (33, 128), (1, 37)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_bfloat16_product_is_the_product(rows: int, inputs: int, dtype: str) -> None:
