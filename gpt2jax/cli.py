@@ -107,13 +107,16 @@ def _train(options: argparse.Namespace, overrides: list[str]) -> int:
         return 0
     config = load_config(options.config or _quickstart(), overrides)
     from gpt2jax import runtime
+    from gpt2jax.parallel.hosts import several_hosts
     from gpt2jax.training.loop import RunFailed, train
 
     runtime.start()
     try:
         return train(config)
     except RunFailed as error:
-        print(f"gpt2jax: the run failed: {error}", file=sys.stderr)
+        print(f"gpt2jax: the run failed: {error}", file=sys.stderr, flush=True)
+        if several_hosts():
+            os._exit(1)  # JAX would wait at its end for hosts that are gone
         return 1
 
 

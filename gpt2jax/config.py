@@ -41,12 +41,15 @@ class TrainConfig:
     """The run's length and batch."""
 
     steps: Annotated[Count, "optimizer steps"] = 1000
-    batch_size: Annotated[Count, "sequences a step, over all devices"] = 8
+    batch_size: Annotated[Count, "sequences a step, over all devices and micro-batches"] = 8
+    accumulation: Annotated[Count, "micro-batches that the batch is run in, one behind the other; each target weighs the same whatever their number"] = 1
     sequence_length: Annotated[Count | None, "tokens a sequence; none means model.n_positions"] = None
     seed: Annotated[Natural, "seed of the initial weights, the data order and dropout"] = 0
     remat: Annotated[
         Literal["none", "block", "dots"], "what the backward pass computes again to save memory: nothing, whole blocks, or all of a block but its matmuls"
     ] = "none"
+    loss_chunk: Annotated[Count | None, "the most tokens a device whose logits are held at once, forward and backward; none means all"] = 1024
+    z_loss: Annotated[NonNegative, "coefficient of the mean over targets of log(sum of exp(logits))^2, added to what is minimised; metrics leave it out"] = 0.0
     log_every: Annotated[Count, "steps between lines of metrics"] = 10
 
 
@@ -66,6 +69,16 @@ class MeshConfig:
             raise InputError(f"{wrong[0]} must be 1 or more, or -1 to fill")
         if len(filled := [f"mesh.{name}" for name, size in sizes.items() if size == -1]) > 1:
             raise InputError(f"{' and '.join(filled)} are both -1; one axis alone can be filled")
+
+
+@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=STRICT)
+class HostsConfig:
+    """Several processes, one a host. On Slurm, Open MPI and TPU slices nothing need be given."""
+
+    coordinator: Annotated[str | None, "address and port of process 0, as in 10.0.0.1:8476; none means what the cluster says, or one process"] = None
+    count: Annotated[Count | None, "processes in all"] = None
+    index: Annotated[Natural | None, "number of this process"] = None
+    timeout: Annotated[Count, "seconds to wait for a host that is missing or silent"] = 300
 
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -120,6 +133,7 @@ class Config:
     data: DataConfig = Field(default_factory=DataConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
     mesh: MeshConfig = Field(default_factory=MeshConfig)
+    hosts: HostsConfig = Field(default_factory=HostsConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     eval: EvalConfig = Field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
@@ -130,6 +144,8 @@ class Config:
             raise InputError(
                 f"train.sequence_length={self.sequence_length} is longer than model.n_positions={self.model.n_positions}; lower the first or raise the second"
             )
+        if (rows := self.train.batch_size) % (parts := self.train.accumulation):
+            raise InputError(f"train.batch_size={rows} does not split into train.accumulation={parts} micro-batches; make it a multiple of {parts}")
 
     @property
     def sequence_length(self) -> int:
@@ -288,6 +304,7 @@ def _section_type(section: str) -> Any:
         "data": DataConfig,
         "train": TrainConfig,
         "mesh": MeshConfig,
+        "hosts": HostsConfig,
         "optimizer": OptimizerConfig,
         "eval": EvalConfig,
         "checkpoint": CheckpointConfig,

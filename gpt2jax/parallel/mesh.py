@@ -103,6 +103,13 @@ def place_rows(read: Callable[[slice], tuple[np.ndarray, np.ndarray]], rows: int
     return place(0), place(1)
 
 
+def rows_held(rows: int, tokens: int, mesh: Mesh) -> list[int]:
+    """The rows of a global batch that this process's devices hold."""
+    sharding = NamedSharding(mesh, spec(("batch", "tokens"), (rows, tokens), mesh))
+    parts = [range(*index[0].indices(rows)) for index in sharding.addressable_devices_indices_map((rows, tokens)).values() if index is not None]
+    return sorted({row for part in parts for row in part})
+
+
 def shard(model: GPT2, *, data: int = 1, tensor: int = 1) -> GPT2:
     """The model on a mesh of data x tensor devices, for `gpt2jax.generate` and the forward: nothing else in those calls changes.
 

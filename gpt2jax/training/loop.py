@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import json
 import math
 import signal
@@ -17,25 +18,26 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from gpt2jax.config import Config, to_tree, to_yaml
+from gpt2jax.config import Config, HostsConfig, to_tree, to_yaml
 from gpt2jax.data import TokenData, default_cache_dir, open_data, resolve_source
 from gpt2jax.errors import InputError
 from gpt2jax.kernels.backends import describe
 from gpt2jax.model.gpt2 import GPT2, parameter_count
 from gpt2jax.model.parameters import abstract_model, with_parameters
-from gpt2jax.parallel.mesh import place_rows, training_mesh
+from gpt2jax.parallel import hosts
+from gpt2jax.parallel.mesh import place_rows, rows_held, training_mesh
 from gpt2jax.tokenizer import Tokenizer, load_tokenizer
 from gpt2jax.training.checkpoint import Checkpoints
 from gpt2jax.training.folder import CONFIG, TOKENIZER, require_unused, saved_config, write_text
 from gpt2jax.training.metrics import MetricsFile, ProgressView
 from gpt2jax.training.objective import token_losses
 from gpt2jax.training.optimizer import make_optimizer, make_schedule
-from gpt2jax.training.step import TrainState, init_state, make_train_step, state_shardings
+from gpt2jax.training.step import TrainState, check_accumulation, init_state, make_train_step, state_shardings
 
 #: What may change when a run goes on; everything else must be as it was, or the result would be neither run's.
 _MAY_CHANGE = {"train.steps", "train.log_every", "data.source", "data.verify", "data.val_fraction", "data.split_seed"}
-_MAY_CHANGE |= {"train.remat", "model.attention_backend"}  # other schedules of the same computation
-_MAY_CHANGE_SECTIONS = {"mesh", "eval", "checkpoint", "run"}
+_MAY_CHANGE |= {"train.remat", "train.loss_chunk", "model.attention_backend"}  # other schedules of the same computation
+_MAY_CHANGE_SECTIONS = {"mesh", "hosts", "eval", "checkpoint", "run"}
 
 
 class RunFailed(RuntimeError):
@@ -47,6 +49,33 @@ def train(config: Config) -> int:
 
     Raises InputError for what can be mended (before anything is written) and RunFailed when the loss is no longer finite.
     """
+    hosts.join(config.hosts)
+    with hosts.one_voice():
+        return _train(config)
+
+
+def _train(config: Config) -> int:
+    with _Signals() as signals:
+        try:
+            config, splits, tokenizer, mesh, failed = *_check(config), None
+        except InputError as error:
+            failed = error
+        if hosts.any_of(int(failed is not None)):  # every process must hear of it, or the others would wait
+            raise failed or InputError("another host could not start; its own message says why")
+        facts = {"the config": to_yaml(dataclasses.replace(config, hosts=HostsConfig())), "the data": splits["train"].fingerprint}
+        hosts.agree({**facts, "the code": hosts.code_fingerprint()})
+        try:
+            with jax.set_mesh(mesh):
+                return _run(mesh, config, Path(config.run.dir), tokenizer, splits, signals)
+        except (jax.errors.JaxRuntimeError, ValueError) as error:  # what a broken collective raises
+            if jax.process_count() == 1 or isinstance(error, InputError):
+                raise
+            why = " ".join(str(error).split())[:200]
+            raise RunFailed(f"another host is gone, or the network between them ({why}); start all hosts again with --run.resume=auto") from error
+
+
+def _check(config: Config) -> tuple[Config, dict[str, TokenData], Tokenizer, Mesh]:
+    """What a run is made of; InputError for whatever is wrong with it, before anything is written."""
     run_dir = Path(config.run.dir)
     earlier = _check_run_dir(run_dir, config)
     tokenizer = load_tokenizer(config.data.tokenizer)
@@ -58,41 +87,41 @@ def train(config: Config) -> int:
             print(f"note: train.steps was {steps}: the learning rate's decay is stretched with it (see optimizer.decay_steps)")
     splits = _open_splits(config, tokenizer)
     _check_data(run_dir / "data.json", splits["train"], resume=earlier is not None)
-    with _Signals() as signals:
-        return _run(config, run_dir, tokenizer, splits, signals)
+    describe(config.model, config.sequence_length)
+    return config, splits, tokenizer, training_mesh(config)
 
 
-def _run(config: Config, run_dir: Path, tokenizer: Tokenizer, splits: dict[str, TokenData], signals: _Signals) -> int:
-    mesh = training_mesh(config)
-    with jax.set_mesh(mesh):
-        return _run_on(mesh, config, run_dir, tokenizer, splits, signals)
-
-
-def _run_on(mesh: Mesh, config: Config, run_dir: Path, tokenizer: Tokenizer, splits: dict[str, TokenData], signals: _Signals) -> int:
+def _run(mesh: Mesh, config: Config, run_dir: Path, tokenizer: Tokenizer, splits: dict[str, TokenData], signals: _Signals) -> int:
     attention = describe(config.model, config.sequence_length)
     skeleton = abstract_model(config.model)
     optimizer = make_optimizer(config.optimizer, config.train.steps, skeleton)
     schedule = make_schedule(config.optimizer, config.train.steps)
     shardings = state_shardings(config.model, optimizer, mesh)
-    step_function = make_train_step(config.model, optimizer, schedule, config.optimizer.learning_rate, config.train.seed, config.train.remat, shardings)
+    check_accumulation(config, mesh)
+    step_function = make_train_step(
+        config.model, optimizer, schedule, config.optimizer.learning_rate, config.train.seed, config.train.remat, shardings,
+        loss_chunk=config.train.loss_chunk, z_loss=config.train.z_loss, accumulation=config.train.accumulation,
+    )  # fmt: skip
     evaluate = _make_evaluate(config, skeleton, mesh, tokenizer, splits["val"])
 
-    _lay_out(run_dir, config, tokenizer, splits["train"])
+    if hosts.is_first():
+        _lay_out(run_dir, config, tokenizer, splits["train"])
+    hosts.wait("the run folder")
     checkpoints = Checkpoints(run_dir, config.checkpoint)
     state = init_state(config.model, optimizer, config.train.seed, shardings)
     restored = checkpoints.restore(state)
     state = restored or state
     step, steps = int(state.step), config.train.steps
-    metrics = MetricsFile(run_dir / "metrics.jsonl", step)
+    metrics = MetricsFile(run_dir / "metrics.jsonl", step) if hosts.is_first() else None
     batch_tokens = config.train.batch_size * config.sequence_length
-    _introduce(config, skeleton, splits, run_dir, step if restored else None, attention)
+    _introduce(config, skeleton, splits, run_dir, step if restored else None, attention, mesh)
 
     val_loss: float | None = None
     mark = (time.monotonic(), step)
-    with ProgressView(steps, step) as view:
+    with ProgressView(steps, step, quiet=not hosts.is_first()) as view:
         if step > steps:
             raise InputError(f"{run_dir} is already at step {step}, past train.steps={steps}; raise train.steps")
-        while step < steps and not signals.number:
+        while step < steps and not signals.heard(step, config.train.log_every):
             batch = place_rows(functools.partial(splits["train"].batch, step), config.train.batch_size, config.sequence_length, mesh)
             state, measured = step_function(state, *batch)
             step += 1
@@ -111,10 +140,11 @@ def _run_on(mesh: Mesh, config: Config, run_dir: Path, tokenizer: Tokenizer, spl
                 mark = (now, step)
                 val_loss = val["loss"] if val else None
                 bits = val["bits_per_byte"] if val else None
-                metrics.write(
-                    step=step, tokens=step * batch_tokens, loss=loss, val_loss=val_loss, lr=float(measured["lr"]), grad_norm=norm,
-                    tokens_per_s=round(rate, 1), val_bits_per_byte=bits,
-                )  # fmt: skip
+                if metrics:
+                    metrics.write(
+                        step=step, tokens=step * batch_tokens, loss=loss, val_loss=val_loss, lr=float(measured["lr"]), grad_norm=norm,
+                        tokens_per_s=round(rate, 1), val_bits_per_byte=bits,
+                    )  # fmt: skip
                 view.show(step, f"loss {loss:.4f}  {rate:,.0f} tokens/s")
                 if val:
                     view.say(f"step {step}: val_loss {val_loss:.4f} ({bits:.3f} bits a byte), {batch_tokens * step:,} tokens")
@@ -124,7 +154,8 @@ def _run_on(mesh: Mesh, config: Config, run_dir: Path, tokenizer: Tokenizer, spl
             checkpoints.save(state)
             view.say(f"stopped by {signal.Signals(signals.number).name} at step {step}; checkpoint saved; go on with --run.resume=auto")
     checkpoints.close()
-    metrics.close()
+    if metrics:
+        metrics.close()
     if signals.number:
         return 128 + signals.number
     _print_sample(config, with_parameters(skeleton, state.parameters), tokenizer)
@@ -191,15 +222,29 @@ def _lay_out(run_dir: Path, config: Config, tokenizer: Tokenizer, data: TokenDat
     write_text(run_dir / CONFIG, to_yaml(config))
 
 
-def _introduce(config: Config, skeleton: GPT2, splits: dict[str, TokenData], run_dir: Path, resumed: int | None, attention: str) -> None:
+def _introduce(config: Config, skeleton: GPT2, splits: dict[str, TokenData], run_dir: Path, resumed: int | None, attention: str, mesh: Mesh) -> None:
     print(to_yaml(config))
     devices = jax.devices()
     print(f"model: {parameter_count(skeleton):,} parameters; devices: {len(devices)} x {devices[0].device_kind}; {attention}")
+    rows, axes = config.train.batch_size, " x ".join(f"{name}={size}" for name, size in mesh.shape.items() if size > 1)
+    held = rows_held(rows, config.sequence_length, mesh)
+    first = hashlib.sha256(splits["train"].batch(0, slice(0, rows))[0].tobytes()).hexdigest()[:12]
+    print(
+        f"processes: {jax.process_count()}; mesh: {axes or 'one device'}; this process reads {len(held)} of a batch's {rows} rows ({_ranges(held)}); "
+        f"the first batch's inputs have sha256 {first}"
+    )
     sizes = ", ".join(f"{split} {data.tokens:,} tokens" for split, data in splits.items())
     print(f"data: {sizes}; {config.train.batch_size} x {config.sequence_length} tokens a step; run folder {run_dir}")
     if resumed is not None:
         print(f"going on from step {resumed}")
     print(flush=True)
+
+
+def _ranges(numbers: list[int]) -> str:
+    """As in 0-3, 8."""
+    starts = [n for n in numbers if n - 1 not in numbers]
+    ends = [n for n in numbers if n + 1 not in numbers]
+    return ", ".join(f"{a}-{b}" if a != b else str(a) for a, b in zip(starts, ends, strict=True))
 
 
 def _make_evaluate(config: Config, skeleton: GPT2, mesh: Mesh, tokenizer: Tokenizer, data: TokenData) -> Any:
@@ -220,7 +265,7 @@ def _make_evaluate(config: Config, skeleton: GPT2, mesh: Mesh, tokenizer: Tokeni
             total += float(batch_sum(state.parameters, *batch))
             real = targets_BT[targets_BT >= 0]
             targets, text_bytes = targets + real.size, text_bytes + int(bytes_of_id[real].sum())
-            if signals.number:
+            if signals.number and jax.process_count() == 1:  # several stop together, between two steps
                 return None
         return {"loss": total / targets, "bits_per_byte": total / math.log(2) / max(text_bytes, 1)}
 
@@ -228,7 +273,7 @@ def _make_evaluate(config: Config, skeleton: GPT2, mesh: Mesh, tokenizer: Tokeni
 
 
 def _print_sample(config: Config, model: GPT2, tokenizer: Tokenizer) -> None:
-    if config.run.sample_prompt is None:
+    if config.run.sample_prompt is None or jax.process_count() > 1:  # decoding runs in one process
         return
     from gpt2jax.decoding.generate import generate
 
@@ -255,6 +300,13 @@ class _Signals:
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+
+    def heard(self, step: int, every: int) -> int:
+        """The signal to stop for, if there is one. Several processes ask each other every so many steps, and stop together."""
+        if jax.process_count() > 1:
+            self.number = hosts.any_of(self.number) if step % every == 0 else self.number
+            return self.number if step % every == 0 else 0
+        return self.number
 
     def _set(self, number: int, frame: FrameType | None) -> None:
         if self.number and number == signal.SIGINT:

@@ -54,8 +54,8 @@ def _whole_lines(path: Path) -> list[str]:
 class ProgressView:
     """A rich progress bar with rate and time left on a terminal; elsewhere one plain line for each line of metrics."""
 
-    def __init__(self, total: int, done: int) -> None:
-        self.console = Console(stderr=True)
+    def __init__(self, total: int, done: int, *, quiet: bool = False) -> None:
+        self.console = Console(stderr=True, quiet=quiet)
         self._bar: Progress | None = None
         self._task: Any = None
         self._start = (time.monotonic(), done)
