@@ -50,6 +50,7 @@ class TrainConfig:
     ] = "none"
     loss_chunk: Annotated[Count | None, "the most tokens a device whose logits are held at once, forward and backward; none means all"] = 1024
     z_loss: Annotated[NonNegative, "coefficient of the mean over targets of log(sum of exp(logits))^2, added to what is minimised; metrics leave it out"] = 0.0
+    peak_tflops: Annotated[Positive | None, "peak of one device for the MFU; none means the table's, if it has the device"] = None
     log_every: Annotated[Count, "steps between lines of metrics"] = 10
 
 

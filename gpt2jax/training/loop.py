@@ -18,6 +18,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from gpt2jax.analysis.peak import Utilisation
 from gpt2jax.config import Config, HostsConfig, to_tree, to_yaml
 from gpt2jax.data import TokenData, default_cache_dir, open_data, resolve_source
 from gpt2jax.errors import InputError
@@ -36,7 +37,7 @@ from gpt2jax.training.step import TrainState, check_accumulation, init_state, ma
 
 #: What may change when a run goes on; everything else must be as it was, or the result would be neither run's.
 _MAY_CHANGE = {"train.steps", "train.log_every", "data.source", "data.verify", "data.val_fraction", "data.split_seed"}
-_MAY_CHANGE |= {"train.remat", "train.loss_chunk", "model.attention_backend"}  # other schedules of the same computation
+_MAY_CHANGE |= {"train.remat", "train.loss_chunk", "train.peak_tflops", "model.attention_backend"}  # other schedules of the same computation
 _MAY_CHANGE_SECTIONS = {"mesh", "hosts", "eval", "checkpoint", "run"}
 
 
@@ -114,6 +115,8 @@ def _run(mesh: Mesh, config: Config, run_dir: Path, tokenizer: Tokenizer, splits
     step, steps = int(state.step), config.train.steps
     metrics = MetricsFile(run_dir / "metrics.jsonl", step) if hosts.is_first() else None
     batch_tokens = config.train.batch_size * config.sequence_length
+    devices = jax.devices()
+    used = Utilisation.of(config.model, config.sequence_length, devices[0].device_kind, len(devices), config.train.peak_tflops)
     _introduce(config, skeleton, splits, run_dir, step if restored else None, attention, mesh)
 
     val_loss: float | None = None
@@ -136,16 +139,18 @@ def _run(mesh: Mesh, config: Config, run_dir: Path, tokenizer: Tokenizer, splits
                     checkpoints.close()
                     raise RunFailed(f"loss={loss}, grad_norm={norm} at step {step}: lower optimizer.learning_rate, or raise optimizer.warmup_steps")
                 now = time.monotonic()
-                rate = (step - mark[1]) * batch_tokens / max(now - mark[0], 1e-9)
+                step_s = max(now - mark[0], 1e-9) / max(step - mark[1], 1)
+                rate, (mfu, causal_mfu) = batch_tokens / step_s, used.at(batch_tokens / step_s)
                 mark = (now, step)
                 val_loss = val["loss"] if val else None
                 bits = val["bits_per_byte"] if val else None
                 if metrics:
                     metrics.write(
                         step=step, tokens=step * batch_tokens, loss=loss, val_loss=val_loss, lr=float(measured["lr"]), grad_norm=norm,
-                        tokens_per_s=round(rate, 1), val_bits_per_byte=bits,
+                        tokens_per_s=round(rate, 1), val_bits_per_byte=bits, step_s=round(step_s, 4), mfu=mfu,
+                        causal_mfu=causal_mfu, memory_bytes=_memory(devices[0]),
                     )  # fmt: skip
-                view.show(step, f"loss {loss:.4f}  {rate:,.0f} tokens/s")
+                view.show(step, f"loss {loss:.4f}  {rate:,.0f} tokens/s" + (f"  MFU {mfu:.1%} (causal {causal_mfu:.1%})" if mfu is not None else ""))
                 if val:
                     view.say(f"step {step}: val_loss {val_loss:.4f} ({bits:.3f} bits a byte), {batch_tokens * step:,} tokens")
             if last or (config.checkpoint.every and step % config.checkpoint.every == 0):
@@ -238,6 +243,11 @@ def _introduce(config: Config, skeleton: GPT2, splits: dict[str, TokenData], run
     if resumed is not None:
         print(f"going on from step {resumed}")
     print(flush=True)
+
+
+def _memory(device: jax.Device) -> int | None:
+    """The most bytes that arrays have taken on this process's first device so far; None where the platform doesn't count (a CPU)."""
+    return (device.memory_stats() or {}).get("peak_bytes_in_use") if device.process_index == jax.process_index() else None
 
 
 def _ranges(numbers: list[int]) -> str:
