@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gpt2jax.config import ModelConfig, OptimizerConfig
+from gpt2jax.config import Config, ModelConfig, OptimizerConfig, TrainConfig, load_config
+from gpt2jax.errors import InputError
 from gpt2jax.model.gpt2 import GPT2
 from gpt2jax.model.parameters import abstract_model, named_parameters
+from gpt2jax.training.objective import mean_loss
 from gpt2jax.training.optimizer import make_optimizer, make_schedule
-from gpt2jax.training.step import TrainState, init_state, make_train_step
+from gpt2jax.training.step import TrainState, check_accumulation, init_state, make_train_step
 
 CONFIG = ModelConfig(vocab_size=13, n_positions=9, n_layer=2, n_head=2, n_embd=6)
 
 
-def _make(config: ModelConfig = CONFIG, seed: int = 0, rate: float = 0.01):
-    optimizer_config = OptimizerConfig(learning_rate=rate, warmup_steps=2)
+def _make(config: ModelConfig = CONFIG, seed: int = 0, rate: float = 0.01, optimizer_config: OptimizerConfig | None = None, **options: Any):
+    optimizer_config = optimizer_config or OptimizerConfig(learning_rate=rate, warmup_steps=2)
     optimizer = make_optimizer(optimizer_config, 40, abstract_model(config))
-    step = make_train_step(config, optimizer, make_schedule(optimizer_config, 40), rate, seed)
+    step = make_train_step(config, optimizer, make_schedule(optimizer_config, 40), rate, seed, **options)
     return init_state(config, optimizer, seed), step
 
 
@@ -94,3 +99,55 @@ def test_dropout_differs_from_step_to_step_and_repeats_with_the_seed(rate: str) 
     other = make_train_step(config, make_optimizer(OptimizerConfig(), 40, abstract_model(config)), lambda s: 1.0, 1.0, seed=9)
     again = jax.tree.map(jnp.copy, frozen)
     assert float(other(again, *_batch())[1]["loss"]) != loss_at(0)
+
+
+def _ragged(rows: int = 6, length: int = 7) -> tuple[jax.Array, jax.Array]:
+    """Rows of which 7, 1, 0, 5, 2 and 6 targets count."""
+    ids = jax.random.randint(jax.random.key(6), (rows, length + 1), 0, CONFIG.vocab_size)
+    kept = jnp.arange(length) < jnp.array([7, 1, 0, 5, 2, 6])[:rows, None]
+    return ids[:, :-1], jnp.where(kept, ids[:, 1:], -1)
+
+
+@pytest.mark.parametrize("options", [dict(accumulation=2), dict(accumulation=6, loss_chunk=4, z_loss=0.1)], ids=str)
+def test_micro_batches_step_as_one_batch_does(options: dict[str, Any]) -> None:
+    """Two steps, so that the second's learning rate shows whether the schedule counted steps or micro-batches."""
+    plain = {name: value for name, value in options.items() if name == "z_loss"}
+    sgd = OptimizerConfig(learning_rate=0.01, warmup_steps=4, eps=1e-3)  # a larger eps: next to nothing divided by itself is noise
+    (one, step), (many, micro) = (_make(optimizer_config=sgd, **each) for each in (plain, options))
+    for _ in range(2):
+        one, want = step(one, *_ragged())
+        many, got = micro(many, *_ragged())
+        for name in ("loss", "grad_norm", "lr", "targets"):
+            np.testing.assert_allclose(got[name], want[name], rtol=1e-6, err_msg=name)
+    assert got["targets"] == 21 and int(many.step) == 2
+    np.testing.assert_allclose(got["lr"], 0.005)
+    for name, value in one.parameters.items():
+        np.testing.assert_allclose(many.parameters[name], value, atol=1e-6, err_msg=name)
+
+
+def test_micro_batches_of_ignored_targets_alone_are_no_nan() -> None:
+    state, step = _make(accumulation=3)
+    inputs, targets = _ragged()
+    state, metrics = step(state, inputs, jnp.full_like(targets, -100))
+    assert metrics["loss"] == 0 and metrics["grad_norm"] == 0
+    assert all(jnp.isfinite(leaf).all() for leaf in state.parameters.values())
+
+
+def test_each_micro_batch_draws_its_own_dropout() -> None:
+    config = dataclasses.replace(CONFIG, resid_pdrop=0.5)
+    inputs, targets = _batch()
+    state, step = _make(config, accumulation=2)
+    model = GPT2(config, jax.random.key(0))
+    key = jax.random.fold_in(jax.random.key(0), 0)
+    losses = [float(mean_loss(model, inputs[:1], targets[:1], jax.random.fold_in(key, i))[0]) for i in range(2)]
+    assert losses[0] != losses[1]
+    np.testing.assert_allclose(step(state, inputs[jnp.array([0, 0])], targets[jnp.array([0, 0])])[1]["loss"], np.mean(losses), rtol=1e-5)
+
+
+def test_micro_batches_that_do_not_split_the_batch_are_refused() -> None:
+    with pytest.raises(InputError, match="train.batch_size=8 does not split into train.accumulation=3 micro-batches; make it a multiple of 3$"):
+        load_config(None, ["--train.accumulation=3"])
+    mesh = jax.sharding.AbstractMesh((2, 2, 1, 2, 1), ("data", "fsdp", "expert", "sequence", "tensor"))
+    check_accumulation(Config(train=TrainConfig(batch_size=8, accumulation=2)), mesh)
+    with pytest.raises(InputError, match="train.batch_size=8 cannot be shared evenly by 4 micro-batches .*; make it a multiple of 16$"):
+        check_accumulation(Config(train=TrainConfig(batch_size=8, accumulation=4)), mesh)

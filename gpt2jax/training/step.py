@@ -1,9 +1,10 @@
-"""The training state and the one jitted step. B batch, T tokens."""
+"""The training state and the one jitted step. B batch, T tokens, N micro-batches, M rows of one."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,11 +14,13 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from gpt2jax.config import ModelConfig
+from gpt2jax.config import Config, ModelConfig
+from gpt2jax.errors import InputError
 from gpt2jax.model.gpt2 import GPT2
 from gpt2jax.model.parameters import abstract_model, named_parameters, with_parameters
 from gpt2jax.parallel.mesh import parameter_shardings, shardings_like
-from gpt2jax.training.objective import mean_loss
+from gpt2jax.parallel.table import TABLE, constrain
+from gpt2jax.training.objective import summed_loss
 
 Metrics = dict[str, jax.Array]
 Batch = jax.Array | np.ndarray
@@ -64,10 +67,16 @@ def make_train_step(
     seed: int,
     remat: str = "none",
     shardings: TrainState | None = None,
+    *,
+    loss_chunk: int | None = None,
+    z_loss: float = 0.0,
+    accumulation: int = 1,
 ) -> Callable[[TrainState, Batch, Batch], tuple[TrainState, Metrics]]:
     """step(state, inputs, targets) -> (state, metrics): jitted, the old state donated; inputs and targets int32 [B, T].
 
-    Metrics: loss (nats a target), grad_norm (before clipping), lr, targets (those that count).
+    The batch is run in `accumulation` micro-batches, a divisor of B. Each target that counts has the same weight in the gradient, whichever micro-batch it is
+    in (a mean of their means would give those of a short one more), and the schedule counts optimizer steps. loss_chunk and z_loss: see `summed_loss`.
+    Metrics: loss (nats a target, without the z-loss), grad_norm (before clipping), lr, targets (those that count).
     """
     skeleton = abstract_model(config)
     dropped = config.embd_pdrop or config.attn_pdrop or config.resid_pdrop
@@ -75,13 +84,50 @@ def make_train_step(
     @functools.partial(jax.jit, donate_argnums=0, out_shardings=None if shardings is None else (shardings, None))
     def step(state: TrainState, inputs_BT: jax.Array, targets_BT: jax.Array) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(jax.random.key(seed), state.step) if dropped else None
+        targets = (targets_BT >= 0).sum()
 
-        def loss_of(parameters: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            return mean_loss(with_parameters(skeleton, parameters), inputs_BT, targets_BT, key, remat)
+        def run(parameters: dict[str, jax.Array], inputs_MT: jax.Array, targets_MT: jax.Array, key: jax.Array | None) -> tuple[Any, dict[str, jax.Array]]:
+            """A micro-batch's share of the mean over the whole batch's targets, and its gradient."""
 
-        (loss, targets), gradients = jax.value_and_grad(loss_of, has_aux=True)(state.parameters)
+            def loss_of(parameters: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+                sums = summed_loss(with_parameters(skeleton, parameters), inputs_MT, targets_MT, key, remat, loss_chunk, z_loss)
+                share, loss = (total / jnp.maximum(targets, 1) for total in sums)
+                return share, loss
+
+            (_, loss), gradients = jax.value_and_grad(loss_of, has_aux=True)(parameters)
+            return loss, gradients if shardings is None else jax.lax.with_sharding_constraint(gradients, shardings.parameters)
+
+        if accumulation == 1:
+            loss, gradients = run(state.parameters, inputs_BT, targets_BT, key)
+        else:
+
+            def add(sums: Any, part: Any) -> tuple[Any, None]:
+                i, inputs_MT, targets_MT = part
+                part_key = None if key is None else jax.random.fold_in(key, i)
+                return jax.tree.map(jnp.add, sums, run(state.parameters, inputs_MT, targets_MT, part_key)), None
+
+            zeros = (jnp.float32(0), jax.tree.map(jnp.zeros_like, state.parameters))
+            parts = (jnp.arange(accumulation), _micro_batches(inputs_BT, accumulation), _micro_batches(targets_BT, accumulation))
+            (loss, gradients), _ = jax.lax.scan(add, zeros, parts)
         updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.parameters)
         metrics = {"loss": loss, "grad_norm": optax.tree.norm(gradients), "lr": learning_rate * schedule(state.step), "targets": targets}
         return TrainState(state.step + 1, optax.apply_updates(state.parameters, updates), optimizer_state), metrics
 
     return step
+
+
+def _micro_batches(rows_BT: jax.Array, number: int) -> jax.Array:
+    """[B, T] -> [N, M, T]: micro-batch i has every N-th row from i on, so that each device runs rows that it holds."""
+    B, T = rows_BT.shape
+    if B % number:
+        raise InputError(f"a batch of {B} rows does not split into {number} micro-batches; make it a multiple of {number}")
+    return constrain(rows_BT.reshape(B // number, number, T).swapaxes(0, 1), (None, "batch", "tokens"))
+
+
+def check_accumulation(config: Config, mesh: Mesh) -> None:
+    """InputError, before anything is compiled, unless each device has rows of each micro-batch."""
+    number, rows = config.train.accumulation, config.train.batch_size
+    parts = math.prod(mesh.shape[name] for name in TABLE["batch"])
+    if rows % (number * parts):
+        micro = f"{number} micro-batches (train.accumulation) on mesh {' x '.join(TABLE['batch'])}={parts}"
+        raise InputError(f"train.batch_size={rows} cannot be shared evenly by {micro}; make it a multiple of {number * parts}")
