@@ -84,19 +84,27 @@ class HostsConfig:
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=STRICT)
 class OptimizerConfig:
-    """AdamW, or Muon on the blocks' matrices with AdamW elsewhere; linear warm-up, then cosine decay."""
+    """The update and its learning rate: a linear warm-up, then the schedule."""
 
-    name: Annotated[Literal["adamw", "muon"], "adamw, or muon on the blocks' matrices and adamw on the rest"] = "adamw"
+    name: Annotated[
+        Literal["adamw", "muon", "lion", "adafactor", "sgd"],
+        "muon: on the blocks' matrices, and adamw on the rest; adafactor: second moments as rows and columns, no momentum",
+    ] = "adamw"
     learning_rate: Annotated[Positive, "peak learning rate"] = 6e-4
     matrix_learning_rate: Annotated[Positive, "muon only: peak learning rate of the blocks' matrices"] = 0.02
+    schedule: Annotated[
+        Literal["cosine", "constant", "linear", "wsd"], "after the warm-up; wsd: at the peak, then linear decay over the last decay_fraction"
+    ] = "cosine"
+    decay_fraction: Annotated[float, Field(gt=0, le=1), "wsd: share of decay_steps that decays"] = 0.2
     final_fraction: Annotated[NonNegative, "the learning rate at the end, as a share of the peak"] = 0.1
     warmup_steps: Annotated[Natural, "steps from zero to the peak"] = 100
     decay_steps: Annotated[Count | None, "step at which the decay ends; none means train.steps"] = None
-    weight_decay: Annotated[NonNegative, "decoupled decay, on matrices only"] = 0.1
-    beta1: Probability = 0.9
-    beta2: Probability = 0.95
-    eps: Positive = 1e-8
+    weight_decay: Annotated[NonNegative, "decoupled decay, on matrices only; muon: on those of the blocks only"] = 0.1
+    beta1: Annotated[Probability, "momentum (all but adafactor and muon's matrices)"] = 0.9
+    beta2: Annotated[Probability, "decay of adamw's second moments, or of lion's momentum"] = 0.95
+    eps: Annotated[Positive, "adamw and muon: added to the divisor"] = 1e-8
     clip_norm: Annotated[Positive | None, "limit of the gradient's global norm; none means no limit"] = 1.0
+    ema_decay: Annotated[Probability | None, "validate, keep and sample an average of the weights over about 1 / (1 - this) steps; none means the last"] = None
 
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=STRICT)

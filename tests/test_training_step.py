@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gpt2jax.config import Config, ModelConfig, OptimizerConfig, TrainConfig, load_config
+from gpt2jax.config import CheckpointConfig, Config, ModelConfig, OptimizerConfig, TrainConfig, load_config
 from gpt2jax.errors import InputError
 from gpt2jax.model.gpt2 import GPT2
 from gpt2jax.model.parameters import abstract_model, named_parameters
+from gpt2jax.training.checkpoint import Checkpoints
 from gpt2jax.training.objective import mean_loss
 from gpt2jax.training.optimizer import make_optimizer, make_schedule
 from gpt2jax.training.step import TrainState, check_accumulation, init_state, make_train_step
@@ -151,3 +156,97 @@ def test_micro_batches_that_do_not_split_the_batch_are_refused() -> None:
     check_accumulation(Config(train=TrainConfig(batch_size=8, accumulation=2)), mesh)
     with pytest.raises(InputError, match="train.batch_size=8 cannot be shared evenly by 4 micro-batches .*; make it a multiple of 16$"):
         check_accumulation(Config(train=TrainConfig(batch_size=8, accumulation=4)), mesh)
+
+
+def test_nothing_of_the_state_is_copied() -> None:
+    """Each byte of the state that comes in is one of the state that goes out, the average's too."""
+    for config in (OptimizerConfig(), OptimizerConfig(ema_decay=0.9), OptimizerConfig(name="adafactor")):
+        state, step = _make(optimizer_config=config, accumulation=3)
+        compiled = step.lower(state, *_batch()).compile()  # type: ignore[attr-defined]
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves(state) if leaf.shape != (1,))  # those stand in adafactor's state for what it lacks
+        assert compiled.memory_analysis().alias_size_in_bytes == size
+
+
+def test_gradients_are_taken_at_the_weights_that_are_trained_and_not_at_their_average() -> None:
+    config = OptimizerConfig(learning_rate=0.03, warmup_steps=0)
+    (alone, step), (average, averaged_step) = (_make(optimizer_config=each) for each in (config, dataclasses.replace(config, ema_decay=0.9)))
+    for _ in range(4):
+        alone, want = step(alone, *_batch())
+        average, got = averaged_step(average, *_batch())
+        np.testing.assert_allclose(got["loss"], want["loss"], rtol=1e-6)
+    for name, leaf in alone.parameters.items():
+        np.testing.assert_allclose(average.optimizer.trained[name], leaf, atol=1e-6, err_msg=name)
+    assert jnp.abs(average.parameters["token_table"] - alone.parameters["token_table"]).max() > 1e-3
+
+
+def test_a_checkpoint_holds_the_average_as_its_parameters_and_goes_on_from_both(tmp_path: Path) -> None:
+    state, step = _make(optimizer_config=OptimizerConfig(ema_decay=0.9, learning_rate=0.03, warmup_steps=0))
+    state, _ = step(state, *_batch())
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig())
+    checkpoints.save(state)
+    checkpoints.close()
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig())
+    restored = checkpoints.restore(_make(optimizer_config=OptimizerConfig(ema_decay=0.9), seed=1)[0])
+    checkpoints.close()
+    assert restored is not None
+    after, before = (step(each, *_batch())[0] for each in (restored, state))
+    for got, want in zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True):
+        np.testing.assert_array_equal(got, want)
+    assert not np.array_equal(after.parameters["token_table"], after.optimizer.trained["token_table"])
+
+
+#: Runs on 8 devices: matrices of 128 and more, which adafactor factors.
+SPREAD = """
+import sys, jax, numpy as np
+from gpt2jax.config import CheckpointConfig, Config, ModelConfig, OptimizerConfig, TrainConfig
+from gpt2jax.model.parameters import abstract_model
+from gpt2jax.parallel.mesh import place_rows, training_mesh
+from gpt2jax.training.optimizer import make_optimizer, make_schedule
+from gpt2jax.training.step import init_state, make_train_step, state_shardings
+
+model = ModelConfig(vocab_size=250, vocab_multiple=64, n_positions=8, n_layer=2, n_head=4, n_embd=128, n_inner=192, resid_pdrop=0.1)
+tokens = np.random.default_rng(0).integers(0, 250, (5, 16, 9)).astype(np.int32)
+tokens[:, :, 5:] = np.where(np.arange(16)[:, None] % 3, tokens[:, :, 5:], -1)
+
+def run(name, **sizes):
+    options = OptimizerConfig(name=name, learning_rate=0.003, warmup_steps=2, ema_decay=0.5, eps=1e-4)
+    config = Config(model=model, mesh=MeshConfig(**sizes), train=TrainConfig(batch_size=16), optimizer=options)
+    axes = ("data", "fsdp", "expert", "sequence", "tensor")
+    mesh = training_mesh(config) if sizes else jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1, 1, 1), axes)
+    with jax.set_mesh(mesh):
+        optimizer = make_optimizer(options, 5, abstract_model(model))
+        shardings = state_shardings(model, optimizer, mesh)
+        state = init_state(model, optimizer, 0, shardings)
+        step = make_train_step(model, optimizer, make_schedule(options, 5), 0.003, 0, "none", shardings, accumulation=2, loss_chunk=4, z_loss=1e-3)
+        lines = []
+        for i in range(5):
+            batch = place_rows(lambda rows: (abs(tokens[i, rows, :-1]), tokens[i, rows, 1:]), 16, 8, mesh)
+            state, metrics = step(state, *batch)
+            lines.append([float(metrics[key]) for key in ("loss", "grad_norm", "targets")])
+        assert step._cache_size() == 1
+        size = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state) if leaf.shape != (1,))
+        assert step.lower(state, *batch).compile().memory_analysis().alias_size_in_bytes == size, "a part of the state is copied"
+    return lines, state
+
+for name in sys.argv[1:]:
+    lines, state = run(name)
+    spread_lines, spread = run(name, data=2, fsdp=2, tensor=2)
+    np.testing.assert_allclose(spread_lines, lines, rtol=1e-5, err_msg=name)
+    up = spread.parameters["blocks.mlp.up.w"]
+    assert up.addressable_shards[0].data.size * 4 == up.size
+    alike = [leaf for leaf in jax.tree.leaves(spread.optimizer) if leaf.shape == up.shape]
+    assert len(alike) >= (1 if name == "adafactor" else 2) and all(leaf.sharding == up.sharding for leaf in alike), name
+    off = np.concatenate([np.abs(np.asarray(spread.parameters[leaf]) - np.asarray(value)).ravel() for leaf, value in state.parameters.items()])
+    # where a gradient is rounding alone (of a key's bias always), its sign (lion) or its quotient by its own size (adafactor) may be any
+    allowed = 0.005 if name in ("lion", "adafactor") else 0
+    assert (off > 2e-5).mean() <= allowed, (name, (off > 2e-5).mean(), off.max())
+"""
+
+
+@pytest.mark.slow
+def test_each_optimizer_trains_spread_as_on_one_device() -> None:
+    """With micro-batches, blocks of tokens, dropout, ignored targets and an average of the weights."""
+    command = [sys.executable, "-c", SPREAD, "adamw", "muon", "lion", "adafactor", "sgd"]
+    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "8"}
+    result = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr

@@ -21,6 +21,7 @@ from gpt2jax.model.parameters import abstract_model, named_parameters, with_para
 from gpt2jax.parallel.mesh import parameter_shardings, shardings_like
 from gpt2jax.parallel.table import TABLE, constrain
 from gpt2jax.training.objective import summed_loss
+from gpt2jax.training.optimizer import gradient_point
 
 Metrics = dict[str, jax.Array]
 Batch = jax.Array | np.ndarray
@@ -84,7 +85,7 @@ def make_train_step(
     @functools.partial(jax.jit, donate_argnums=0, out_shardings=None if shardings is None else (shardings, None))
     def step(state: TrainState, inputs_BT: jax.Array, targets_BT: jax.Array) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(jax.random.key(seed), state.step) if dropped else None
-        targets = (targets_BT >= 0).sum()
+        targets, point = (targets_BT >= 0).sum(), gradient_point(state.parameters, state.optimizer)
 
         def run(parameters: dict[str, jax.Array], inputs_MT: jax.Array, targets_MT: jax.Array, key: jax.Array | None) -> tuple[Any, dict[str, jax.Array]]:
             """A micro-batch's share of the mean over the whole batch's targets, and its gradient."""
@@ -98,15 +99,15 @@ def make_train_step(
             return loss, gradients if shardings is None else jax.lax.with_sharding_constraint(gradients, shardings.parameters)
 
         if accumulation == 1:
-            loss, gradients = run(state.parameters, inputs_BT, targets_BT, key)
+            loss, gradients = run(point, inputs_BT, targets_BT, key)
         else:
 
             def add(sums: Any, part: Any) -> tuple[Any, None]:
                 i, inputs_MT, targets_MT = part
                 part_key = None if key is None else jax.random.fold_in(key, i)
-                return jax.tree.map(jnp.add, sums, run(state.parameters, inputs_MT, targets_MT, part_key)), None
+                return jax.tree.map(jnp.add, sums, run(point, inputs_MT, targets_MT, part_key)), None
 
-            zeros = (jnp.float32(0), jax.tree.map(jnp.zeros_like, state.parameters))
+            zeros = (jnp.float32(0), jax.tree.map(jnp.zeros_like, point))
             parts = (jnp.arange(accumulation), _micro_batches(inputs_BT, accumulation), _micro_batches(targets_BT, accumulation))
             (loss, gradients), _ = jax.lax.scan(add, zeros, parts)
         updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.parameters)
