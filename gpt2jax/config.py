@@ -46,7 +46,8 @@ class TrainConfig:
     sequence_length: Annotated[Count | None, "tokens a sequence; none means model.n_positions"] = None
     seed: Annotated[Natural, "seed of the initial weights, the data order and dropout"] = 0
     remat: Annotated[
-        Literal["none", "block", "dots"], "what the backward pass computes again to save memory: nothing, whole blocks, or all of a block but its matmuls"
+        Literal["none", "attention", "dots", "block", "offload"],
+        "what the backward pass computes again: nothing, attention, all of a block but its matmuls, all of it; offload: as dots, kept in the host's memory",
     ] = "none"
     loss_chunk: Annotated[Count | None, "the most tokens a device whose logits are held at once, forward and backward; none means all"] = 1024
     z_loss: Annotated[NonNegative, "coefficient of the mean over targets of log(sum of exp(logits))^2, added to what is minimised; metrics leave it out"] = 0.0
@@ -324,7 +325,8 @@ def _section_type(section: str) -> Any:
 def _check_key(key: Any, valid: list[str], prefix: str, where: str) -> None:
     if key in valid:
         return
-    near = difflib.get_close_matches(str(key), valid, 1, 0.3)
+    inside = [f"{section}.{key}" for section in _fields(Config) if not prefix and key in _keys(section)]
+    near = inside or difflib.get_close_matches(str(key), valid, 1, 0.3)
     hint = f"did you mean {prefix}{near[0]}?" if near else f"valid ones are {', '.join(valid)}"
     raise InputError(f"{where}: unknown key {prefix}{key}; {hint}")
 

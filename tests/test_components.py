@@ -130,7 +130,7 @@ def test_padding_and_packing_change_nothing(row: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("row", ROWS[::3], ids=_name)
-@pytest.mark.parametrize("remat", ["block", "dots"])
+@pytest.mark.parametrize("remat", ["block", "dots", "attention", "offload"])
 def test_remat_changes_no_gradient(row: dict[str, Any], remat: str) -> None:
     """With dropout on: the second run of a block draws the masks of the first. (Flash has no dropout on attention weights.)"""
     dropout = dict(resid_pdrop=0.2, attn_pdrop=0.0 if row["attention_backend"] == "flash" else 0.3)
@@ -195,6 +195,8 @@ def test_rope_and_no_positions_have_no_end() -> None:
     tokens = [*range(14), *result.tokens]
     assert model(jnp.asarray([tokens]))[0, 13:-1].argmax(-1).tolist() == result.tokens
     assert score(model, [tokens])[0].tokens[-1] == tokens[-1]
+    [forced] = generate(model, [[1, 2, 3]], max_new_tokens=40, temperature=0, forced_tokens={-1: 5, 30: 6}, eos_token_id=None)
+    assert (forced.tokens[-1], forced.tokens[30]) == (5, 6)
     with pytest.raises(ValueError, match="n_positions=16"):
         tiny(n_positions=16)(jnp.asarray([tokens]))
 

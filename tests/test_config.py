@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -85,6 +86,9 @@ def test_padded_vocabulary() -> None:
         ("--model.eos_token_id=60000", ["eos_token_id=60000", "50257"]),
         ("--train.sequence_length=2048", ["sequence_length=2048", "n_positions=1024"]),
         ("--model.position=ropes", ["position='ropes'", "learned"]),
+        ("--model.sliding_window=3000000000", ["sliding_window=3000000000", "less than 2147483648"]),
+        ("--model.rope_theta=5.0", ["rope_theta=5.0", "position=learned"]),
+        ("--model.kv_heads=5", ["kv_heads=5", "n_head=12", "nearest that does is 4"]),
         ("--model.preset=gpt3", ["gpt3", "gpt2-xl"]),
         ("--run.resume=yes", ["run.resume=True", "auto"]),
         ("train.steps=5", ["train.steps=5", "--section.key=value"]),
@@ -100,10 +104,49 @@ def test_bad_overrides_are_refused_in_one_line(override: str, words: list[str]) 
 
 
 @pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (dict(position="rope", rope_theta=1.0), "rope_theta=1.0 must be above 1"),
+        (dict(position="rope", rope_scaling="linear"), "rope_factor=1.0 with model.rope_scaling=linear must be above 1"),
+        (dict(position="rope", rope_factor=2.0), "rope_factor=2.0 has no meaning with model.rope_scaling=none"),
+        (dict(position="rope", rope_scaling="linear", rope_factor=2.0, rope_beta_fast=9.0), "rope_beta_fast=9.0 has no meaning with model.rope_scaling=linear"),
+        (dict(position="rope", rope_scaling="yarn", rope_factor=2.0), "needs model.rope_original_positions"),
+        (dict(position="rope", rope_scaling="yarn", rope_factor=2.0, rope_original_positions=64, rope_beta_fast=1.0), "rope_beta_fast=1.0 must be above"),
+        (dict(position="rope", rope_scaling="llama3", rope_factor=2.0, rope_original_positions=64, rope_low_freq_factor=4.0), "must be below"),
+        (dict(position="rope", n_head=4, n_embd=12), "a head is 3 wide"),
+        (dict(position="none", rope_layout="interleaved"), "rope_layout=interleaved has no meaning with model.position=none"),
+        (dict(position="rope", position_initializer_range=0.3), "position_initializer_range=0.3 has no meaning with model.position=rope"),
+        (dict(mlp="swiglu", activation_function="gelu"), "activation_function=gelu does not go with model.mlp=swiglu"),
+        (dict(mlp="geglu", activation_function="silu"), "activation_function=silu does not go with model.mlp=geglu"),
+    ],
+    ids=str,
+)
+def test_choices_that_do_not_go_together_are_named(model: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        ModelConfig(**model)
+
+
+def test_files_are_laid_over_each_other_in_order(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("model: {mlp: swiglu, n_layer: 3}")
+    (tmp_path / "b.yaml").write_text("model: {n_layer: 5}")
+    config = load_config([tmp_path / "a.yaml", tmp_path / "b.yaml"], ["--model.kv_heads=none", "--model.position=none"])
+    assert (config.model.mlp, config.model.n_layer, config.model.kv_heads, config.model.position) == ("swiglu", 5, None, "none")
+    assert load_config([tmp_path / "b.yaml", tmp_path / "a.yaml"]).model.n_layer == 3
+
+
+def test_default_widths_of_the_mlp() -> None:
+    """4 d, and 8/3 d up to a multiple of 64: with 2,048 for 768 three matrices are as large as two of 3,072."""
+    widths = {(mlp, d): ModelConfig(mlp=mlp, n_embd=d, n_head=1).mlp_width for mlp in ("gelu", "swiglu", "geglu") for d in (24, 768, 1000)}
+    assert widths == {(mlp, d): {24: 64, 768: 2048, 1000: 2688}[d] if mlp != "gelu" else 4 * d for mlp, d in widths}
+    assert ModelConfig(mlp="swiglu", n_inner=77).mlp_width == 77
+
+
+@pytest.mark.parametrize(
     ("text", "words"),
     [
         ("model: {n_layer: '3'}", ["model.n_layer='3'", "integer"]),
         ("modle: {n_layer: 3}", ["modle", "did you mean model?"]),
+        ("position: rope", ["unknown key position", "did you mean model.position?"]),
         ("train: 5", ["section train"]),
         ("- a\n- b", ["sections"]),
         ("train: {steps: 5", ["not valid YAML"]),

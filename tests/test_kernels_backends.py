@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +17,7 @@ from kernels_helpers import Example, operations, shapes
 
 from gpt2jax.config import ModelConfig
 from gpt2jax.errors import InputError
-from gpt2jax.kernels.attention import attend_causally
+from gpt2jax.kernels.attention import Rule, attend_causally
 from gpt2jax.kernels.backends import BACKENDS, Case, attention, choose, describe, lowering_for, target_platform
 
 CPU = Case(platform="cpu", dtype="float32", T=1024, heads=12, kv_heads=12, key_width=64, value_width=64)
@@ -129,3 +133,42 @@ def test_dropout_is_the_plain_paths() -> None:
     assert jnp.abs(dropped - whole).max() > 0.1
     with pytest.raises(InputError, match="has no dropout"):
         attention(q, k, v, backend="flash", dropout_rate=0.3, dropout_key=key)
+
+
+def test_a_window_wider_than_the_text_is_none() -> None:
+    """2**31 - 1, said for "no limit", would overflow where blocks are counted."""
+    wide, none = (Example(T=300, H=2, G=1, K=8, V=4, rule=Rule(window=window)) for window in (2**31 - 1, None))
+    flash = functools.partial(attention, backend="flash")
+    for name, want in none.evaluate(flash).items():
+        np.testing.assert_array_equal(wide.evaluate(flash)[name], want, err_msg=name)
+
+
+#: cuDNN's part is not there on a CPU, so that compiling ends where the program is whole: XLA looks for it. JAX's own checks of the GPU are answered for it.
+ON_MESHES = """
+import jax, jax.numpy as jnp, numpy as np
+import jax._src.cudnn.fused_attention_stablehlo as checks
+checks.check_cudnn_version, checks.check_compute_capability, checks.is_cuda_compute_capability_equal = lambda: 91000, lambda *a: True, lambda *a: False
+from jax.sharding import NamedSharding
+from gpt2jax.kernels.backends import attention, lowering_for
+from gpt2jax.parallel.table import spec
+for shape, G in (((2, 2, 2), 4), ((1, 1, 4), 2), ((2, 1, 2), 1), ((1, 8, 1), 4), ((1, 3, 1), 4)):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape), ("fsdp", "sequence", "tensor"))
+    def like(axes, *shape):
+        return jax.ShapeDtypeStruct(shape, "bfloat16", sharding=NamedSharding(mesh, spec(axes, shape, mesh)))
+    q, k = like(("batch", "tokens", "heads", None), 4, 64, 4, 16), like(("batch", "kv_heads", "tokens", None), 4, G, 64, 16)
+    with jax.set_mesh(mesh), lowering_for("gpu"):
+        gradient = jax.jit(jax.grad(lambda q, k, v: attention(q, k, v, backend="cudnn").astype("float32").sum(), (0, 1, 2)))
+        try:
+            gradient.trace(q, k, k).lower(lowering_platforms=("cuda",)).compile()
+        except jax.errors.JaxRuntimeError as error:
+            assert "No registered implementation" in str(error) and "cudnn$fmha" in str(error), (shape, error)
+print("whole")
+"""
+
+
+@pytest.mark.slow
+def test_cudnn_is_split_on_any_mesh() -> None:
+    """Also where `tensor` is larger than the key heads, and where `sequence` cuts tokens: both are refused by JAX's own partitioning."""
+    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "8"}
+    result = subprocess.run([sys.executable, "-c", ON_MESHES], capture_output=True, text=True, env=environment)
+    assert result.stdout == "whole\n", result.stderr[-2000:]

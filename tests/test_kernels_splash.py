@@ -53,8 +53,13 @@ ON_A_MESH = """
 import functools
 import jax
 from kernels_helpers import Example, operations
+from gpt2jax.kernels.attention import CAUSAL
 from gpt2jax.kernels.splash import attend_splash
-attend = functools.partial(attend_splash, interpret=True)
+from gpt2jax.kernels.spread import on_mesh
+
+def attend(q, k, v, segment=None, sink=None, *, rule=CAUSAL):
+    return on_mesh(functools.partial(attend_splash, interpret=True, rule=rule), q, k, v, segment, sink)
+
 for shape, G in (((2, 2), 2), ((2, 2), 3), ((4, 1), 1)):
     example = Example(T=20, H=2 * G if G > 1 else 5, G=G, K=8, V=4, sinks=True)
     with jax.set_mesh(jax.make_mesh(shape, ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)):

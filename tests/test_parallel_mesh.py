@@ -104,7 +104,7 @@ def test_every_mesh_trains_as_one_device_does() -> None:
         (dict(data=3), {}, "data=3 does not make 8 devices"),
         (dict(data=1, tensor=5), {}, "data=1 x tensor=5|tensor=5 does not make 8 devices"),
         (dict(tensor=4), dict(n_head=25, n_embd=100), "model.n_head=25 cannot be shared evenly by mesh tensor=4"),
-        (dict(tensor=2), dict(vocab_size=257, vocab_multiple=1), "padded vocabulary=257 .* raise model.vocab_multiple"),
+        (dict(tensor=2), dict(vocab_size=257, vocab_multiple=1), "padded vocabulary=257 .* give a new run a larger model.vocab_multiple"),
         (dict(fsdp=8), dict(n_embd=12, n_head=3), "model.n_embd=12 cannot be shared evenly by mesh fsdp=8"),
         (dict(sequence=8), dict(n_positions=12), "train.sequence_length=12"),
     ],

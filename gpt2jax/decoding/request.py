@@ -110,7 +110,7 @@ class Request:
             else:
                 check_room(place, len(prompt), new_tokens, config.context)
         allowed = config.vocab_size if tokenizer is None else tokenizer.n_vocab
-        sizes = dict(allowed=allowed, samples=samples, new_tokens=new_tokens, positions=config.n_positions + 1)
+        sizes = dict(allowed=allowed, samples=samples, new_tokens=new_tokens, positions=_forcible(config, new_tokens))
         sampling = sampling_of(settings, len(prompts), config.vocab_size, eos=-1 if eos is None else eos, **sizes)
         if draft_model is not None and overflow == "slide":
             raise InputError("overflow='slide' does not go with a draft model; drop one of the two")
@@ -198,6 +198,11 @@ def check_ids(name: str, ids: list[Any], vocabulary: int) -> None:
             raise InputError(f"{name}: a token id must be a whole number, not {_short(token)}")
         if not 0 <= token < vocabulary:
             raise InputError(f"{name}: token id {token} is outside the model's vocabulary, 0 to {vocabulary - 1}; use the model's own tokenizer")
+
+
+def _forcible(config: ModelConfig, new_tokens: int) -> int:
+    """New tokens that can be forced: all that fit the context; without an end to it a power of two, so that few numbers mean few programs."""
+    return max(config.n_positions + 1, 0 if config.context is not None else 1 << (new_tokens - 1).bit_length())
 
 
 def check_room(place: int, length: int, new_tokens: int, context: int) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from gpt2jax.errors import InputError
 from gpt2jax.kernels.attention import CAUSAL, Rule, attend_causally
 from gpt2jax.kernels.cudnn import attend_cudnn
 from gpt2jax.kernels.flash import attend_flash
+from gpt2jax.kernels.spread import on_mesh
 
 BACKENDS = ("auto", "xla", "flash", "splash", "cudnn")
 #: Tokens from which `auto` prefers flash to xla. On a CPU it is about as fast or faster from there on, in much less memory (benchmarks/attention.py); elsewhere
@@ -73,6 +75,8 @@ def attention(
     segment_BT int32, a negative one marks padding: it sees nothing, nothing sees it, and its rows are zeros. InputError if `backend` can't do it.
     """
     (_, T, H, K), G, V = q_BTHK.shape, k_BGTK.shape[1], v_BGTV.shape[-1]
+    if rule.window is not None and rule.window >= T:
+        rule = dataclasses.replace(rule, window=None)
     case = Case(
         **_device(target_platform()), dtype=q_BTHK.dtype.name, T=T, heads=H, kv_heads=G, key_width=K, value_width=V, window=rule.window,
         softcap=rule.softcap, segments=segment_BT is not None, sinks=sink_H is not None, dropout=dropout_rate > 0 and dropout_key is not None,
@@ -80,7 +84,9 @@ def attention(
     name = choose(backend, case)
     if name == "xla":
         return attend_causally(q_BTHK, k_BGTK, v_BGTV, segment_BT, sink_H, rule=rule, dropout_rate=dropout_rate, dropout_key=dropout_key)
-    o_BTHV = _kernel(name)(q_BTHK, k_BGTK, v_BGTV, segment_BT, sink_H, rule=rule)
+    run = functools.partial(_kernel(name), rule=rule)
+    spread = functools.partial(on_mesh, run) if name in ("splash", "cudnn") else run
+    o_BTHV = spread(q_BTHK, k_BGTK, v_BGTV, segment_BT, sink_H)
     # a kernel lets padding see padding, so that no row is without keys; zeros here are zero gradients there
     return o_BTHV if segment_BT is None else jnp.where((segment_BT >= 0)[:, :, None, None], o_BTHV, 0)
 

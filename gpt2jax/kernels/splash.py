@@ -8,15 +8,12 @@ Letters: B batch, T tokens, H query heads, G key/value heads, K key width, V val
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu import splash_attention as lib
-from jax.sharding import AxisType, PartitionSpec
 
 from gpt2jax.kernels.attention import CAUSAL, Rule
-from gpt2jax.parallel.table import axes_of
 
 #: Sides of a block, best first: large ones keep the matrix unit busy (MaxText's defaults), small ones fit lengths that are no multiple. 128 is the least.
 BLOCKS = (512, 256, 128)
@@ -34,54 +31,30 @@ def attend_splash(
 ) -> jax.Array:
     """`attention.attend_causally` without dropout: [B, T, H, V] in v's dtype. What stands at padding is not zeroed here: it attends to padding.
 
-    XLA does not split a kernel over devices by itself, and would gather its inputs on each. Under a mesh, each device therefore runs it on its own rows and
-    heads. interpret: run without a TPU, very slowly.
+    interpret: run without a TPU, very slowly.
     """
-    T, K = q_BTHK.shape[1], q_BTHK.shape[3]
+    T, H, K = q_BTHK.shape[1:]
     block = next(b for b in BLOCKS if -T % b <= T // 8 or b == BLOCKS[-1])
     # padding behind the last token: causality hides its keys, and its queries are cut off
     pad = lambda x, axis: jnp.pad(x, [(0, -T % block if a == axis else 0) for a in range(x.ndim)])  # noqa: E731
     scale = 1 / math.sqrt(K) if rule.scale is None else rule.scale
     q_BHTK = pad(q_BTHK * jnp.asarray(scale, q_BTHK.dtype), 1).transpose(0, 2, 1, 3)
     k_BGTK, v_BGTV = pad(k_BGTK.astype(q_BTHK.dtype), 2), pad(v_BGTV, 2)
-    segment_BT = None if segment_BT is None else pad(segment_BT, 1)
-
-    def run(q_BHTK: jax.Array, k_BGTK: jax.Array, v_BGTV: jax.Array, segment_BT: jax.Array | None, sink_H: jax.Array | None) -> jax.Array:
-        H, T = q_BHTK.shape[1:3]
-        mask = lib.CausalMask((T, T)) if rule.window is None else lib.LocalMask((T, T), (rule.window - 1, 0), 0)
-        kernel = lib.make_splash_mha(
-            lib.MultiHeadMask([mask] * H),
-            block_sizes=_block_sizes(block),
-            head_shards=1,
-            q_seq_shards=1,
-            attn_logits_soft_cap=rule.softcap,
-            interpret=interpret,
-        )
-        segments = None if segment_BT is None else lib.SegmentIds(segment_BT, segment_BT)
-        return jax.vmap(kernel, (0, 0, 0, 0, None))(q_BHTK, k_BGTK, v_BGTV, segments, sink_H)
-
-    o_BHTV = _on_mesh(run, q_BHTK, k_BGTK, v_BGTV, segment_BT, sink_H)
+    segments = None if segment_BT is None else lib.SegmentIds(pad(segment_BT, 1), pad(segment_BT, 1))
+    sides = (q_BHTK.shape[2],) * 2
+    mask = lib.CausalMask(sides) if rule.window is None else lib.LocalMask(sides, (rule.window - 1, 0), 0)
+    kernel = lib.make_splash_mha(
+        lib.MultiHeadMask([mask] * H),
+        block_sizes=_block_sizes(block),
+        head_shards=1,
+        q_seq_shards=1,
+        attn_logits_soft_cap=rule.softcap,
+        interpret=interpret,
+    )
+    o_BHTV = jax.vmap(kernel, (0, 0, 0, 0, None))(q_BHTK, k_BGTK, v_BGTV, segments, sink_H)
     return o_BHTV.transpose(0, 2, 1, 3)[:, :T].astype(v_BGTV.dtype)
 
 
 def _block_sizes(b: int) -> lib.BlockSizes:
     """The same side in the forward pass and both backward ones."""
     return lib.BlockSizes(b, b, b, block_q_dkv=b, block_kv_dkv=b, block_kv_dkv_compute=b, block_q_dq=b, block_kv_dq=b)
-
-
-def _on_mesh(
-    run: Callable[..., jax.Array], q_BHTK: jax.Array, k_BGTK: jax.Array, v_BGTV: jax.Array, segment_BT: jax.Array | None, sink_H: jax.Array | None
-) -> jax.Array:
-    """`run` on each device's rows and heads, where a mesh is in context: spread as the table says, whole over the axes that don't divide them."""
-    mesh, (B, H), G = jax.sharding.get_abstract_mesh(), q_BHTK.shape[:2], k_BGTK.shape[1]
-    # axes that are manual already were split by the caller
-    sizes = {name: mesh.shape[name] for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != AxisType.Manual}
-    if math.prod(sizes.values()) == 1:
-        return run(q_BHTK, k_BGTK, v_BGTV, segment_BT, sink_H)
-    rows, heads = axes_of("batch", B, sizes), axes_of("heads", H, sizes)
-    if G % (tensor := math.prod(sizes[name] for name in heads or ())):  # as few copies of the keys as make them divide
-        copies = math.lcm(G, tensor) // G
-        k_BGTK, v_BGTV = jnp.repeat(k_BGTK, copies, 1), jnp.repeat(v_BGTV, copies, 1)
-    of_heads = PartitionSpec(rows, heads)
-    specs = (of_heads, of_heads, of_heads, PartitionSpec(rows), PartitionSpec(heads))
-    return jax.shard_map(run, in_specs=specs, out_specs=of_heads, check_vma=False)(q_BHTK, k_BGTK, v_BGTV, segment_BT, sink_H)

@@ -57,7 +57,9 @@ class ModelConfig:
     head_dim: Annotated[Count | None, "width of a head; none means n_embd / n_head"] = None
     attention_bias: Annotated[bool, "biases in attention"] = True
     qk_norm: Annotated[bool, "RMSNorm on each head's queries and keys, before rotation"] = False
-    sliding_window: Annotated[Count | None, "a token sees itself and this many tokens less one before it; none means all"] = None
+    sliding_window: Annotated[Annotated[int, Field(ge=1, lt=2**31)] | None, "a token sees itself and this many tokens less one before it; none means all"] = (
+        None
+    )
     attention_softcap: Annotated[Positive | None, "scores become cap x tanh(score / cap)"] = None
     attention_sinks: Annotated[bool, "a learned logit a head takes part in each softmax and adds nothing to the sum"] = False
     attention_backend: Annotated[Literal["auto", "xla", "flash", "splash", "cudnn"], "schedule of attention over whole sequences"] = "auto"
@@ -87,6 +89,9 @@ class ModelConfig:
             raise InputError(f"model.activation_function={self.activation_function} does not go with model.mlp=swiglu, which is silu; leave it out")
         if self.mlp == "geglu" and not self.activation_function.startswith("gelu"):
             raise InputError(f"model.activation_function={self.activation_function} does not go with model.mlp=geglu; use a gelu, or model.mlp=swiglu for silu")
+        if self.position != "learned" and self.position_initializer_range != 0.01:
+            value = self.position_initializer_range
+            raise InputError(f"model.position_initializer_range={value} has no meaning with model.position={self.position}; leave it out")
         self._check_rope()
 
     def _check_rope(self) -> None:
@@ -101,6 +106,12 @@ class ModelConfig:
                 raise InputError(f"model.{name}={getattr(self, name)} has no meaning with {other}={getattr(self, other[6:]) or 'none'}; leave it out")
         if self.position == "rope" and self.head_width % 2:
             raise InputError(f"model.position=rope turns pairs of numbers, and a head is {self.head_width} wide; choose n_head or head_dim so that it is even")
+        if self.position == "rope" and self.rope_theta <= 1:
+            raise InputError(f"model.rope_theta={self.rope_theta} must be above 1: it is the base of the wave lengths, 10000 in the paper")
+        if self.rope_scaling and not 1 < self.rope_factor < 1e6:
+            raise InputError(f"model.rope_factor={self.rope_factor} with model.rope_scaling={self.rope_scaling} must be above 1, how many times longer")
+        if self.rope_scaling == "yarn" and self.rope_beta_fast <= self.rope_beta_slow:
+            raise InputError(f"model.rope_beta_fast={self.rope_beta_fast} must be above model.rope_beta_slow={self.rope_beta_slow}")
         if self.rope_scaling in ("llama3", "yarn") and self.rope_original_positions is None:
             raise InputError(f"model.rope_scaling={self.rope_scaling} needs model.rope_original_positions, the context length before stretching")
         if self.rope_scaling == "llama3" and self.rope_low_freq_factor >= self.rope_high_freq_factor:

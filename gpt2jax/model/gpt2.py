@@ -21,11 +21,23 @@ from gpt2jax.model.config import ModelConfig
 from gpt2jax.model.linear import child_key, dropout, normal
 from gpt2jax.parallel.table import STREAM, constrain, in_mesh_of
 
-#: Rematerialisation by name: of each block the backward pass computes again nothing, all, or all but the products with weights (Chen et al., arXiv:1604.06174).
+_products_with_weights = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+
+
+def _all_but_attention(primitive: Any, *operands: Any, **how: Any) -> bool:
+    """Keep what has no axis of heads: products with weights, and floats of [batch, tokens, width] at most. Scores are [B, G, Q, T, S]."""
+    plain = all(x.ndim <= 3 and jnp.issubdtype(x.dtype, jnp.floating) for x in operands)
+    return plain or bool(_products_with_weights(primitive, *operands, **how))
+
+
+#: Rematerialisation by name: of each block the backward pass computes again nothing, all, all but the products with weights (Chen et al., arXiv:1604.06174),
+#: only attention between its projections (Korthikanti et al., arXiv:2205.05198, section 5), or as dots, whose products wait in the host's memory meanwhile.
 REMAT: dict[str, Callable[..., Any]] = {
     "none": lambda run: run,
     "block": jax.checkpoint,
-    "dots": functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
+    "dots": functools.partial(jax.checkpoint, policy=_products_with_weights),
+    "attention": functools.partial(jax.checkpoint, policy=_all_but_attention),
+    "offload": functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")),
 }
 
 
@@ -182,8 +194,15 @@ class GPT2(nnx.Module):
             return self.blocks
         return tuple(jax.tree.map(lambda leaf, i=i: leaf[i], self.blocks) for i in range(self.config.n_layer))
 
+    def _rows(self, tokens_BT: jax.Array) -> jax.Array:
+        """The tokens' rows of the table, float32 [B, T, D]."""
+        if jax.sharding.get_abstract_mesh().empty:
+            return self.token_table[tokens_BT]
+        # the table's width is gathered before its rows are picked: the rows of a batch picked first would have to be laid anew
+        return constrain(self.token_table[...], ("vocab", None))[tokens_BT]
+
     def _embed(self, tokens_BT: jax.Array, span: Span, dropout_key: jax.Array | None) -> jax.Array:
-        x_BTD = self.position(self.token_table[tokens_BT], span.position_BT)
+        x_BTD = self.position(self._rows(tokens_BT), span.position_BT)
         return dropout(x_BTD, self.config.embd_pdrop, dropout_key).astype(self.config.compute_dtype)
 
 

@@ -75,7 +75,7 @@ class Rotary:
         if c.rope_scaling == "yarn":  # arXiv:2309.00071, section 3.2, with its code's whole-numbered ends of the ramp
             pair = lambda turns: self.width * math.log((c.rope_original_positions or 0) / (turns * 2 * math.pi)) / (2 * math.log(c.rope_theta))  # noqa: E731
             first, last = max(math.floor(pair(c.rope_beta_fast)), 0), min(math.ceil(pair(c.rope_beta_slow)), self.width - 1)
-            stretched_J = np.clip((np.arange(self.width // 2, dtype=np.float32) - first) / np.float32(max(last - first, 1e-3)), 0, 1)
+            stretched_J = np.clip((np.arange(self.width // 2, dtype=np.float32) - first) / np.float32(last - first or 1e-3), 0, 1)
             length = c.rope_attention_factor or (0.1 * math.log(c.rope_factor) + 1.0 if c.rope_factor > 1 else 1.0)
             return stretched_J * (np.float32(1) / (factor * period_J)) + (1 - stretched_J) * wave_J, length
         return wave_J, 1.0

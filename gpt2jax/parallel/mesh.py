@@ -58,8 +58,8 @@ def check_divisible(config: Config, sizes: dict[str, int]) -> None:
         ("the padded vocabulary", model.padded_vocab_size, sizes["tensor"], "tensor"),
     ):
         if number % parts:
-            way_out = "raise model.vocab_multiple" if "vocabulary" in key else f"make it a multiple of {parts}, or choose another mesh"
-            raise InputError(f"{key}={number} cannot be shared evenly by mesh {axis}={parts}; {way_out}")
+            own = "give a new run a larger model.vocab_multiple" if "vocabulary" in key else f"make it a multiple of {parts}"
+            raise InputError(f"{key}={number} cannot be shared evenly by mesh {axis}={parts}; {own}, or choose another mesh")
 
 
 def parameter_shardings(model: GPT2, mesh: Mesh) -> dict[str, NamedSharding]:
