@@ -7,11 +7,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from gpt2jax.config import CheckpointConfig, Config, ModelConfig, OptimizerConfig, TrainConfig, load_config
@@ -193,6 +195,57 @@ def test_a_checkpoint_holds_the_average_as_its_parameters_and_goes_on_from_both(
     for got, want in zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True):
         np.testing.assert_array_equal(got, want)
     assert not np.array_equal(after.parameters["token_table"], after.optimizer.trained["token_table"])
+
+
+def test_offload_without_memory_to_offload_to_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = SimpleNamespace(platform="toaster", addressable_memories=lambda: [SimpleNamespace(kind="device")])
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    with pytest.raises(InputError, match="^train.remat=offload needs pinned_host memory, and this toaster has device only; use train.remat=dots$"):
+        make_train_step(CONFIG, optax.identity(), lambda s: 1.0, 1.0, 0, "offload")
+
+
+def _from_nanogpt(weights: Any) -> dict[str, jax.Array]:
+    """nanoGPT's state_dict by our names: 2 layers stacked, 3 heads of 4, its linear weights are [out, in], query, key and value are one."""
+    stack = lambda name: np.stack([weights[f"transformer.h.{i}.{name}"] for i in range(2)])  # noqa: E731
+    qkv_w, qkv_b = stack("attn.c_attn.weight").reshape(2, 3, 3, 4, 12), stack("attn.c_attn.bias").reshape(2, 3, 3, 4)
+    named = {
+        "token_table": weights["transformer.wte.weight"],
+        "position.table": weights["transformer.wpe.weight"],
+        "blocks.mixer.query.w": qkv_w[:, 0].transpose(0, 3, 1, 2),
+        "blocks.mixer.query.b": qkv_b[:, 0],
+        "blocks.mixer.key_value.w": qkv_w[:, 1:].transpose(0, 4, 1, 2, 3),
+        "blocks.mixer.key_value.b": qkv_b[:, 1:],
+        "blocks.mixer.out.w": stack("attn.c_proj.weight").transpose(0, 2, 1).reshape(2, 3, 4, 12),
+        "blocks.mixer.out.b": stack("attn.c_proj.bias"),
+        "norm.scale": weights["transformer.ln_f.weight"],
+        "norm.bias": weights["transformer.ln_f.bias"],
+    }
+    for ours, theirs in (("mixer_norm", "ln_1"), ("mlp_norm", "ln_2")):
+        named |= {f"blocks.{ours}.scale": stack(f"{theirs}.weight"), f"blocks.{ours}.bias": stack(f"{theirs}.bias")}
+    for ours, theirs in (("up", "c_fc"), ("down", "c_proj")):
+        named |= {f"blocks.mlp.{ours}.w": stack(f"mlp.{theirs}.weight").transpose(0, 2, 1), f"blocks.mlp.{ours}.b": stack(f"mlp.{theirs}.bias")}
+    return {name: jnp.asarray(leaf) for name, leaf in named.items()}
+
+
+def test_fifty_steps_have_nanogpts_loss_curve() -> None:
+    """AdamW with its decay groups, clipping at 1, warm-up and cosine; see golden/make_nanogpt.py. Its warm-up is ours by W / (W + 1)."""
+    golden = np.load(Path(__file__).parent / "golden" / "nanogpt.npz")
+    config = ModelConfig(
+        vocab_size=29, vocab_multiple=1, n_positions=10, n_layer=2, n_head=3, n_embd=12, activation_function="gelu", attention_backend="xla"
+    )  # fmt: skip
+    options = OptimizerConfig(learning_rate=1e-2, warmup_steps=7, decay_steps=40, final_fraction=0.1, weight_decay=0.1, beta1=0.9, beta2=0.95, clip_norm=1.0)
+    its_warmup = lambda step: jnp.where(step < 7, 7 / 8, 1.0)  # noqa: E731
+    optimizer = optax.chain(make_optimizer(options, 50, abstract_model(config)), optax.scale_by_schedule(its_warmup))
+    schedule = make_schedule(options, 50)
+    step = make_train_step(config, optimizer, lambda count: schedule(count) * its_warmup(count), 1e-2, 0)
+    parameters = _from_nanogpt(golden)
+    state = TrainState(jnp.int32(0), parameters, optimizer.init(parameters))
+    lines = []
+    for batch in golden["tokens"].astype(np.int32):
+        state, metrics = step(state, batch[:, :-1], batch[:, 1:])
+        lines.append([float(metrics[name]) for name in ("loss", "grad_norm", "lr")])
+    for got, name, tolerance in zip(np.transpose(lines), ("losses", "norms", "rates"), (1e-4, 1e-3, 1e-8), strict=True):
+        np.testing.assert_allclose(got, golden[name], rtol=0, atol=tolerance, err_msg=name)
 
 
 #: Runs on 8 devices: matrices of 128 and more, which adafactor factors.

@@ -77,8 +77,9 @@ def make_train_step(
 
     The batch is run in `accumulation` micro-batches, a divisor of B. Each target that counts has the same weight in the gradient, whichever micro-batch it is
     in (a mean of their means would give those of a short one more), and the schedule counts optimizer steps. loss_chunk and z_loss: see `summed_loss`.
-    Metrics: loss (nats a target, without the z-loss), grad_norm (before clipping), lr, targets (those that count).
+    Metrics: loss (nats a target, without the z-loss), grad_norm (before clipping), lr, targets (those that count). InputError if this platform can't do `remat`.
     """
+    _check_remat(remat)
     skeleton = abstract_model(config)
     dropped = config.embd_pdrop or config.attn_pdrop or config.resid_pdrop
 
@@ -115,6 +116,13 @@ def make_train_step(
         return TrainState(state.step + 1, optax.apply_updates(state.parameters, updates), optimizer_state), metrics
 
     return step
+
+
+def _check_remat(remat: str) -> None:
+    device = jax.local_devices()[0]
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if remat == "offload" and "pinned_host" not in kinds:
+        raise InputError(f"train.remat=offload needs pinned_host memory, and this {device.platform} has {', '.join(kinds)} only; use train.remat=dots")
 
 
 def _micro_batches(rows_BT: jax.Array, number: int) -> jax.Array:
