@@ -77,7 +77,7 @@ def make_train_step(
 
     The batch is run in `accumulation` micro-batches, a divisor of B. Each target that counts has the same weight in the gradient, whichever micro-batch it is
     in (a mean of their means would give those of a short one more), and the schedule counts optimizer steps. loss_chunk and z_loss: see `summed_loss`.
-    Metrics: loss (nats a target, without the z-loss), grad_norm (before clipping), lr, targets (those that count). InputError if this platform can't do `remat`.
+    Metrics: loss (nats a target, without the z-loss), grad_norm (before clipping), lr, targets (those that count). InputError if the platform can't do `remat`.
     """
     _check_remat(remat)
     skeleton = abstract_model(config)
