@@ -12,6 +12,7 @@ import argparse
 import json
 import statistics
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ import numpy as np
 from peers import CORES, PROGRAMS, Worker, make_models, missing, work
 
 BASE = "transformers fp32"
+#: Seconds between two turns: the threads of some programs spin on for a while when they are done, and would slow whoever comes next.
+PAUSE = 0.5
 
 
 def measure(workers: dict[str, Worker], rows: int, prompt_tokens: int, new_tokens: int, rounds: int) -> dict[str, Any]:
@@ -28,6 +31,7 @@ def measure(workers: dict[str, Worker], rows: int, prompt_tokens: int, new_token
     seconds: dict[str, list[float]] = {name: [] for name in workers}
     for _ in range(rounds):
         for name, worker in workers.items():
+            time.sleep(PAUSE)
             seconds[name].append(worker(prompts, new_tokens)[0])
     ours = next(iter(first.values()))
     same = {name: sum(_equal_start(a, b) for a, b in zip(ids, ours, strict=True)) / (rows * new_tokens) for name, ids in first.items()}
