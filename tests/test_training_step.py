@@ -252,7 +252,7 @@ def test_fifty_steps_have_nanogpts_loss_curve() -> None:
 #: Runs on 8 devices: matrices of 128 and more, which adafactor factors.
 SPREAD = """
 import sys, jax, numpy as np
-from gpt2jax.config import CheckpointConfig, Config, ModelConfig, OptimizerConfig, TrainConfig
+from gpt2jax.config import Config, MeshConfig, ModelConfig, OptimizerConfig, TrainConfig
 from gpt2jax.model.parameters import abstract_model
 from gpt2jax.parallel.mesh import place_rows, training_mesh
 from gpt2jax.training.optimizer import make_optimizer, make_schedule
