@@ -23,7 +23,7 @@ from gpt2jax.training.optimizer import make_optimizer
 from gpt2jax.training.step import init_state
 
 ROOT = Path(__file__).parent.parent
-KEYS = ["step", "tokens", "loss", "val_loss", "lr", "grad_norm", "tokens_per_s", "val_bits_per_byte"]
+KEYS = ["step", "tokens", "loss", "val_loss", "lr", "grad_norm", "tokens_per_s", "val_bits_per_byte", "step_s", "mfu", "causal_mfu", "memory_bytes"]
 
 
 def _run(options: list[str], *more: str) -> int:

@@ -31,7 +31,7 @@ from gpt2jax.tokenizer import Tokenizer, load_tokenizer
 from gpt2jax.training.checkpoint import Checkpoints
 from gpt2jax.training.folder import CONFIG, TOKENIZER, require_unused, saved_config, write_text
 from gpt2jax.training.metrics import MetricsFile, ProgressView
-from gpt2jax.training.objective import token_losses
+from gpt2jax.training.objective import summed_loss
 from gpt2jax.training.optimizer import make_optimizer, make_schedule
 from gpt2jax.training.step import TrainState, check_accumulation, init_state, make_train_step, state_shardings
 
@@ -89,7 +89,9 @@ def _check(config: Config) -> tuple[Config, dict[str, TokenData], Tokenizer, Mes
     splits = _open_splits(config, tokenizer)
     _check_data(run_dir / "data.json", splits["train"], resume=earlier is not None)
     describe(config.model, config.sequence_length)
-    return config, splits, tokenizer, training_mesh(config)
+    mesh = training_mesh(config)
+    check_accumulation(config, mesh)
+    return config, splits, tokenizer, mesh
 
 
 def _run(mesh: Mesh, config: Config, run_dir: Path, tokenizer: Tokenizer, splits: dict[str, TokenData], signals: _Signals) -> int:
@@ -98,7 +100,6 @@ def _run(mesh: Mesh, config: Config, run_dir: Path, tokenizer: Tokenizer, splits
     optimizer = make_optimizer(config.optimizer, config.train.steps, skeleton)
     schedule = make_schedule(config.optimizer, config.train.steps)
     shardings = state_shardings(config.model, optimizer, mesh)
-    check_accumulation(config, mesh)
     step_function = make_train_step(
         config.model, optimizer, schedule, config.optimizer.learning_rate, config.train.seed, config.train.remat, shardings,
         loss_chunk=config.train.loss_chunk, z_loss=config.train.z_loss, accumulation=config.train.accumulation,
@@ -263,7 +264,7 @@ def _make_evaluate(config: Config, skeleton: GPT2, mesh: Mesh, tokenizer: Tokeni
     @jax.jit
     def batch_sum(parameters: dict[str, jax.Array], inputs_BT: jax.Array, targets_BT: jax.Array) -> jax.Array:
         model = with_parameters(skeleton, parameters)
-        return token_losses(model.padded_logits(model.hidden(inputs_BT)), targets_BT)[0].sum()
+        return summed_loss(model, inputs_BT, targets_BT, chunk=config.train.loss_chunk)[1]
 
     def evaluate(state: TrainState, signals: _Signals) -> dict[str, float] | None:
         """Exact mean over all targets of the validation sequences; None if a signal came in between."""
