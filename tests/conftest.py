@@ -53,3 +53,9 @@ def tiny_options(prepared: Path, tmp_path: Path) -> list[str]:
         f"--data.source={prepared}", "--train.batch_size=5", "--train.steps=12", "--train.log_every=1", "--optimizer.warmup_steps=3",
         "--eval.every=6", "--eval.sequences=7", "--checkpoint.every=4", "--run.sample_prompt=none", f"--run.dir={tmp_path / 'run'}",
     ]  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests first: a worker that begins one last would keep all others waiting."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)

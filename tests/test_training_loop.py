@@ -23,7 +23,7 @@ from gpt2jax.training.optimizer import make_optimizer
 from gpt2jax.training.step import init_state
 
 ROOT = Path(__file__).parent.parent
-KEYS = ["step", "tokens", "loss", "val_loss", "lr", "grad_norm", "tokens_per_s", "val_bits_per_byte", "step_s", "mfu", "causal_mfu", "memory_bytes"]
+KEYS = ["step", "tokens", "loss", "val_loss", "lr", "grad_norm", "tokens_per_s", "val_bits_per_byte", "mfu", "causal_mfu", "memory_bytes"]
 
 
 def _run(options: list[str], *more: str) -> int:
@@ -188,8 +188,8 @@ def test_what_cannot_work_is_refused_before_anything_is_written(tiny_options: li
 def test_a_loss_that_is_no_number_ends_the_run_and_names_the_step(tiny_options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     real = loop.make_train_step
 
-    def broken(*arguments: object):
-        step = real(*arguments)  # type: ignore[arg-type]
+    def broken(*arguments: object, **options: object):
+        step = real(*arguments, **options)  # type: ignore[arg-type]
 
         def run(state, inputs, targets):
             state, metrics = step(state, inputs, targets)

@@ -148,8 +148,8 @@ def _run(mesh: Mesh, config: Config, run_dir: Path, tokenizer: Tokenizer, splits
                 if metrics:
                     metrics.write(
                         step=step, tokens=step * batch_tokens, loss=loss, val_loss=val_loss, lr=float(measured["lr"]), grad_norm=norm,
-                        tokens_per_s=round(rate, 1), val_bits_per_byte=bits, step_s=round(step_s, 4), mfu=mfu,
-                        causal_mfu=causal_mfu, memory_bytes=_memory(devices[0]),
+                        tokens_per_s=round(rate, 1), val_bits_per_byte=bits, mfu=mfu, causal_mfu=causal_mfu,
+                        memory_bytes=_memory(devices[0]),
                     )  # fmt: skip
                 view.show(step, f"loss {loss:.4f}  {rate:,.0f} tokens/s" + (f"  MFU {mfu:.1%} (causal {causal_mfu:.1%})" if mfu is not None else ""))
                 if val:
@@ -314,10 +314,11 @@ class _Signals:
 
     def heard(self, step: int, every: int) -> int:
         """The signal to stop for, if there is one. Several processes ask each other every so many steps, and stop together."""
-        if jax.process_count() > 1:
-            self.number = hosts.any_of(self.number) if step % every == 0 else self.number
-            return self.number if step % every == 0 else 0
-        return self.number
+        if jax.process_count() == 1:
+            return self.number
+        agreed = hosts.any_of(self.number) if step % every == 0 else 0
+        self.number = agreed or self.number  # one that came while the others were asked is told them the next time
+        return agreed
 
     def _set(self, number: int, frame: FrameType | None) -> None:
         if self.number and number == signal.SIGINT:

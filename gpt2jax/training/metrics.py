@@ -14,8 +14,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 
 class MetricsFile:
-    """One JSON object a line: step, tokens, loss, val_loss, lr, grad_norm, tokens_per_s, val_bits_per_byte, step_s (seconds a step, validation and saves
-    included), mfu and causal_mfu (see analysis/peak.py), and memory_bytes (the most that arrays have taken on a device).
+    """One JSON object a line: step, tokens, loss, val_loss, lr, grad_norm, tokens_per_s, val_bits_per_byte, mfu and causal_mfu (see analysis/peak.py),
+    and memory_bytes (the most that arrays have taken on a device).
 
     Values not measured at a step are null. Each line is written whole, so that a killed run leaves at most one torn line, which the next start removes.
     """
