@@ -486,3 +486,9 @@ def test_greedy_ids_equal_transformers(tmp_path: Path) -> None:
     greedy = theirs.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=12, eos_token_id=None, pad_token_id=0)
     found = generate(ours, [prompt], max_new_tokens=12, temperature=0.0, eos_token_id=None)[0].tokens
     assert found == greedy[0, len(prompt) :].tolist() and len(set(found)) > 2
+
+
+@pytest.mark.parametrize("kind", ["linear", "yarn"])
+def test_stretched_by_one_is_not_stretched(tmp_path: Path, kind: str) -> None:
+    config = read_config(variant(tmp_path, "llama", rope_parameters={"rope_type": kind, "factor": 1.0, "rope_theta": 10000.0}))
+    assert config.rope_scaling is None and config.rope_theta == 10000.0

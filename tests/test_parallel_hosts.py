@@ -138,7 +138,7 @@ def test_half_an_address_is_refused(given: dict[str, int], words: str) -> None:
 
 
 def test_clusters_are_known_by_their_environment() -> None:
-    for environment in ({"SLURM_NTASKS": "4"}, {"OMPI_COMM_WORLD_SIZE": "2"}, {"TPU_WORKER_HOSTNAMES": "a,b"}, {"JAX_NUM_PROCESSES": "2"}):
+    for environment in ({"SLURM_STEP_NUM_TASKS": "4"}, {"OMPI_COMM_WORLD_SIZE": "2"}, {"TPU_WORKER_HOSTNAMES": "a,b"}, {"JAX_NUM_PROCESSES": "2"}):
         assert hosts._in_a_cluster(environment)
-    for environment in ({}, {"SLURM_NTASKS": "1"}, {"TPU_WORKER_HOSTNAMES": "localhost"}, {"OMPI_COMM_WORLD_SIZE": ""}):
+    for environment in ({}, {"SLURM_NTASKS": "4"}, {"SLURM_STEP_NUM_TASKS": "1"}, {"TPU_WORKER_HOSTNAMES": "localhost"}, {"OMPI_COMM_WORLD_SIZE": ""}):
         assert not hosts._in_a_cluster(environment)

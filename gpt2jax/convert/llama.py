@@ -39,7 +39,7 @@ def _rope(tree: dict[str, Any], n_positions: Any) -> dict[str, Any]:
     if missing := [key for key in _SCALINGS[kind] if rope.get(key) is None]:
         raise InputError(f"{where}: rope_type={kind!r} needs {missing[0]}")
     values = dict(rope_theta=rope.get("rope_theta", tree.get("rope_theta", 10000.0)))
-    if kind == "default":
+    if kind == "default" or (rope["factor"] == 1 and rope.get("attention_factor") is None):  # stretched by 1 is as it was
         return values
     values |= dict(rope_scaling=kind) | {_OURS[key]: rope[key] for key in _SCALINGS[kind]}
     if kind == "linear":

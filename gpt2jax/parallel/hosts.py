@@ -15,7 +15,7 @@ from gpt2jax.config import HostsConfig
 from gpt2jax.errors import InputError
 
 #: Environment variables that name more than one process, and from which JAX itself finds the rest (Slurm, Open MPI, a TPU slice, its own).
-_COUNTS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "JAX_NUM_PROCESSES")
+_COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "JAX_NUM_PROCESSES")
 _NAMED = ("TPU_WORKER_HOSTNAMES", "TPU_PROCESS_ADDRESSES")
 
 

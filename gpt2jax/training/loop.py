@@ -56,23 +56,22 @@ def train(config: Config) -> int:
 
 
 def _train(config: Config) -> int:
-    with _Signals() as signals:
-        try:
-            config, splits, tokenizer, mesh, failed = *_check(config), None
-        except InputError as error:
-            failed = error
-        if hosts.any_of(int(failed is not None)):  # every process must hear of it, or the others would wait
-            raise failed or InputError("another host could not start; its own message says why")
-        facts = {"the config": to_yaml(dataclasses.replace(config, hosts=HostsConfig())), "the data": splits["train"].fingerprint}
-        hosts.agree({**facts, "the code": hosts.code_fingerprint()})
-        try:
-            with jax.set_mesh(mesh):
-                return _run(mesh, config, Path(config.run.dir), tokenizer, splits, signals)
-        except (jax.errors.JaxRuntimeError, ValueError) as error:  # what a broken collective raises
-            if jax.process_count() == 1 or isinstance(error, InputError):
-                raise
-            why = " ".join(str(error).split())[:200]
-            raise RunFailed(f"another host is gone, or the network between them ({why}); start all hosts again with --run.resume=auto") from error
+    try:
+        config, splits, tokenizer, mesh, failed = *_check(config), None
+    except InputError as error:
+        failed = error
+    if hosts.any_of(int(failed is not None)):  # every process must hear of it, or the others would wait
+        raise failed or InputError("another host could not start; its own message says why")
+    facts = {"the config": to_yaml(dataclasses.replace(config, hosts=HostsConfig())), "the data": splits["train"].fingerprint}
+    hosts.agree({**facts, "the code": hosts.code_fingerprint()})
+    try:
+        with jax.set_mesh(mesh), _Signals() as signals:
+            return _run(mesh, config, Path(config.run.dir), tokenizer, splits, signals)
+    except (jax.errors.JaxRuntimeError, ValueError) as error:  # what a broken collective raises
+        if jax.process_count() == 1 or isinstance(error, InputError):
+            raise
+        why = " ".join(str(error).split())[:200]
+        raise RunFailed(f"another host is gone, or the network between them ({why}); start all hosts again with --run.resume=auto") from error
 
 
 def _check(config: Config) -> tuple[Config, dict[str, TokenData], Tokenizer, Mesh]:
@@ -95,7 +94,6 @@ def _check(config: Config) -> tuple[Config, dict[str, TokenData], Tokenizer, Mes
 
 
 def _run(mesh: Mesh, config: Config, run_dir: Path, tokenizer: Tokenizer, splits: dict[str, TokenData], signals: _Signals) -> int:
-    attention = describe(config.model, config.sequence_length)
     skeleton = abstract_model(config.model)
     optimizer = make_optimizer(config.optimizer, config.train.steps, skeleton)
     schedule = make_schedule(config.optimizer, config.train.steps)
@@ -118,7 +116,8 @@ def _run(mesh: Mesh, config: Config, run_dir: Path, tokenizer: Tokenizer, splits
     batch_tokens = config.train.batch_size * config.sequence_length
     devices = jax.devices()
     used = Utilisation.of(config.model, config.sequence_length, devices[0].device_kind, len(devices), config.train.peak_tflops)
-    _introduce(config, skeleton, splits, run_dir, step if restored else None, attention, mesh)
+    if hosts.is_first():
+        _introduce(config, skeleton, splits, run_dir, step if restored else None, mesh)
 
     val_loss: float | None = None
     mark = (time.monotonic(), step)
@@ -228,10 +227,12 @@ def _lay_out(run_dir: Path, config: Config, tokenizer: Tokenizer, data: TokenDat
     write_text(run_dir / CONFIG, to_yaml(config))
 
 
-def _introduce(config: Config, skeleton: GPT2, splits: dict[str, TokenData], run_dir: Path, resumed: int | None, attention: str, mesh: Mesh) -> None:
+def _introduce(config: Config, skeleton: GPT2, splits: dict[str, TokenData], run_dir: Path, resumed: int | None, mesh: Mesh) -> None:
     print(to_yaml(config))
     devices = jax.devices()
-    print(f"model: {parameter_count(skeleton):,} parameters; devices: {len(devices)} x {devices[0].device_kind}; {attention}")
+    print(
+        f"model: {parameter_count(skeleton):,} parameters; devices: {len(devices)} x {devices[0].device_kind}; {describe(config.model, config.sequence_length)}"
+    )
     rows, axes = config.train.batch_size, " x ".join(f"{name}={size}" for name, size in mesh.shape.items() if size > 1)
     held = rows_held(rows, config.sequence_length, mesh)
     first = hashlib.sha256(splits["train"].batch(0, slice(0, rows))[0].tobytes()).hexdigest()[:12]
