@@ -200,18 +200,3 @@ def test_a_loss_that_is_no_number_ends_the_run_and_names_the_step(tiny_options: 
     monkeypatch.setattr(loop, "make_train_step", broken)
     with pytest.raises(RunFailed, match="step 3"):
         _run(tiny_options)
-
-
-def test_a_signal_that_comes_while_hosts_are_asked_is_told_the_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    import jax
-
-    signals = loop._Signals()
-
-    def asked(number: int) -> int:
-        signals.number = signal.SIGTERM  # in the middle of the exchange, which ends with what it began with
-        return number
-
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(loop.hosts, "any_of", asked)
-    assert [signals.heard(step, 5) for step in range(4, 8)] == [0, 0, 0, 0]
-    assert signals.heard(10, 5) == signal.SIGTERM

@@ -1,0 +1,101 @@
+"""What a run is made of, checked before anything is written: its folder, its config against an earlier one's, data, tokenizer and mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+from jax.sharding import Mesh
+
+from gpt2jax.config import Config, to_tree, to_yaml
+from gpt2jax.data import TokenData, default_cache_dir, open_data, resolve_source
+from gpt2jax.errors import InputError
+from gpt2jax.kernels.backends import describe
+from gpt2jax.parallel.mesh import training_mesh
+from gpt2jax.tokenizer import Tokenizer, load_tokenizer
+from gpt2jax.training.folder import CONFIG, TOKENIZER, require_unused, saved_config, write_text
+from gpt2jax.training.step import check_accumulation
+
+#: What may change when a run goes on; everything else must be as it was, or the result would be neither run's.
+_MAY_CHANGE = {"train.steps", "train.log_every", "data.source", "data.verify", "data.val_fraction", "data.split_seed"}
+_MAY_CHANGE |= {"train.remat", "train.loss_chunk", "train.peak_tflops", "model.attention_backend"}  # other schedules of the same computation
+_MAY_CHANGE_SECTIONS = {"mesh", "hosts", "eval", "checkpoint", "run"}
+
+
+def check_run(config: Config) -> tuple[Config, dict[str, TokenData], Tokenizer, Mesh]:
+    """What a run is made of; InputError for whatever is wrong with it, before anything is written."""
+    run_dir = Path(config.run.dir)
+    earlier = _check_run_dir(run_dir, config)
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    config = _fit_tokenizer(config, tokenizer)
+    if earlier is not None:
+        _check_same(earlier, config, run_dir)
+        if earlier.train.steps != config.train.steps and config.optimizer.decay_steps is None:
+            steps = f"{earlier.train.steps}, is {config.train.steps}"
+            print(f"note: train.steps was {steps}: the learning rate's decay is stretched with it (see optimizer.decay_steps)")
+    splits = _open_splits(config, tokenizer)
+    _check_data(run_dir / "data.json", splits["train"], resume=earlier is not None)
+    describe(config.model, config.sequence_length)
+    mesh = training_mesh(config)
+    check_accumulation(config, mesh)
+    return config, splits, tokenizer, mesh
+
+
+def lay_out(run_dir: Path, config: Config, tokenizer: Tokenizer, data: TokenData) -> None:
+    run_dir.mkdir(parents=True, exist_ok=True)
+    if not (run_dir / TOKENIZER).is_dir():
+        tokenizer.save(run_dir / TOKENIZER)
+    write_text(run_dir / "data.json", json.dumps({"fingerprint": data.fingerprint, "tokens": data.tokens}) + "\n")
+    write_text(run_dir / CONFIG, to_yaml(config))
+
+
+def _check_run_dir(run_dir: Path, config: Config) -> Config | None:
+    """The configuration of the run to go on with; None for a new run. InputError if the folder is used and may not be."""
+    if config.run.resume == "never":
+        require_unused(run_dir, "pass --run.resume=auto to go on with that run, or another --run.dir")
+        return None
+    earlier = saved_config(run_dir)
+    if earlier is None:
+        require_unused(run_dir, "it holds no run to go on with; choose another --run.dir")
+    return earlier
+
+
+def _check_same(earlier: Config, config: Config, run_dir: Path) -> None:
+    before, now = to_tree(earlier), to_tree(config)
+    changed = [
+        f"{section}.{key} was {before[section][key]!r}, is {value!r}"
+        for section, values in now.items()
+        for key, value in values.items()
+        if value != before[section][key] and section not in _MAY_CHANGE_SECTIONS and f"{section}.{key}" not in _MAY_CHANGE
+    ]
+    if changed:
+        raise InputError(f"cannot go on with {run_dir}: {'; '.join(changed)}; pass the earlier values, or start in another --run.dir")
+
+
+def _fit_tokenizer(config: Config, tokenizer: Tokenizer) -> Config:
+    """The config with the tokenizer's end of text; InputError if the model's vocabulary cannot hold the tokenizer's."""
+    if tokenizer.n_vocab > config.model.vocab_size:
+        raise InputError(
+            f"model.vocab_size={config.model.vocab_size} is smaller than the {tokenizer.n_vocab} ids of data.tokenizer={config.data.tokenizer}; "
+            f"pass --model.vocab_size={tokenizer.n_vocab}"
+        )
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, eos_token_id=tokenizer.eot))
+
+
+def _open_splits(config: Config, tokenizer: Tokenizer) -> dict[str, TokenData]:
+    folder = resolve_source(config.data.source, tokenizer, val_fraction=config.data.val_fraction, seed=config.data.split_seed, cache_dir=default_cache_dir())
+    return {
+        split: open_data(
+            folder, split=split, sequence_length=config.sequence_length, batch_size=config.train.batch_size, seed=config.train.seed, verify=config.data.verify
+        )
+        for split in ("train", "val")
+    }
+
+
+def _check_data(path: Path, data: TokenData, *, resume: bool) -> None:
+    if resume and path.is_file():
+        before = json.loads(path.read_text(encoding="utf-8"))["fingerprint"]
+        if before != data.fingerprint:
+            prints = f"fingerprint {before[:12]} in {path}, now {data.fingerprint[:12]}"
+            raise InputError(f"the data has changed since this run began ({prints}); give the old data back, or start in another --run.dir")
