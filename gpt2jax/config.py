@@ -29,7 +29,11 @@ Size = Annotated[int, Field(ge=-1)]
 class DataConfig:
     """Where tokens come from."""
 
-    source: Annotated[str, "python-stdlib, a folder made by `gpt2jax prepare`, or text files or folders to prepare first"] = "python-stdlib"
+    source: Annotated[
+        str | dict[str, Positive],
+        "python-stdlib, a folder made by `gpt2jax prepare`, token files of nanoGPT or llm.c, or text files or folders to prepare first; "
+        "or several with weights, as in {data/web: 0.7, data/code: 0.3}",
+    ] = "python-stdlib"
     tokenizer: Annotated[str, "gpt2, bytes, or a Hugging Face folder with tokenizer files"] = "gpt2"
     val_fraction: Annotated[Probability, "share of documents kept for validation when a source is prepared"] = 0.02
     split_seed: Annotated[Natural, "seed of the train/validation split when a source is prepared"] = 0
@@ -268,7 +272,7 @@ def _parse_override(text: str) -> dict[str, Any]:
     _check_key(key, _keys(section), f"{section}.", "command line")
     if _takes(section, key, "none") and value == "none":
         return {section: {key: value}}  # a choice of that name, not the lack of one
-    if key in _fields(_section_type(section)) and _is_text(section, key):
+    if key in _fields(_section_type(section)) and _is_text(section, key) and not (value.startswith("{") and _takes_mapping(section, key)):
         # a text option is taken as it stands: a folder named 2024 or yes is a name, not a number
         return {section: {key: None if value in ("null", "none") else value}}
     try:
@@ -280,6 +284,10 @@ def _parse_override(text: str) -> dict[str, Any]:
 def _is_text(section: str, key: str) -> bool:
     hint = get_type_hints(_section_type(section))[key]
     return hint is str or str in get_args(hint)
+
+
+def _takes_mapping(section: str, key: str) -> bool:
+    return any(get_origin(part) is dict for part in get_args(get_type_hints(_section_type(section))[key]))
 
 
 def _takes(section: str, key: str, choice: str) -> bool:
@@ -333,7 +341,7 @@ def _check_key(key: Any, valid: list[str], prefix: str, where: str) -> None:
 
 
 def _explain(section: str, error: pydantic.ValidationError) -> str:
-    first = error.errors()[0]
+    first = max(error.errors(), key=lambda fault: len(fault["loc"]))  # of a union's branches the one that fits furthest
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, InputError):  # from a __post_init__, which names its keys itself
         return str(cause)
@@ -346,6 +354,8 @@ def _plain_type(hint: Any) -> str:
         return _plain_type(get_args(hint)[0])
     if get_origin(hint) is Literal:
         return "|".join(get_args(hint))
+    if get_origin(hint) is dict:
+        return f"{{{', '.join(_plain_type(part) for part in get_args(hint))}}}".replace(", ", ": ")
     if get_args(hint):  # a union
         return "|".join(_plain_type(part) for part in get_args(hint))
     return "none" if hint is type(None) else str(hint.__name__)

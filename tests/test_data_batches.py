@@ -189,7 +189,7 @@ def test_a_damaged_shard_is_named(folder: Path) -> None:
 
 
 def test_batches_are_read_without_loading_the_shards(folder: Path) -> None:
-    assert all(not shard.flags.owndata for shard in _open(folder)._shards)
+    assert all(not shard.flags.owndata for source in _open(folder)._sources for shard in source._shards)
 
 
 def test_large_steps_do_not_overflow(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""From `data.source` of a configuration to a prepared folder: the folder itself, or one made once and kept in the cache."""
+"""From `data.source` of a configuration to batches: through a prepared folder, which may be made once and kept in the cache, or token files as they are."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ import platform
 import re
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
+from gpt2jax.data.batches import TokenData, TokenSource, check_length, prepared_tokens
+from gpt2jax.data.foreign import find_token_files, foreign_tokens
 from gpt2jax.data.prepare import prepare
 from gpt2jax.data.shards import MANIFEST, VERSION, read_manifest
 from gpt2jax.data.sources import STDIN, STDLIB, find_sources
@@ -23,6 +26,24 @@ def default_cache_dir() -> Path:
     if own := os.environ.get("GPT2JAX_CACHE"):
         return Path(own).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "gpt2jax"
+
+
+def open_splits(
+    source: str | Mapping[str, float], tokenizer: Tokenizer, *, sequence_length: int, batch_size: int, seed: int, verify: bool = True,
+    val_fraction: float = 0.02, split_seed: int = 0, cache_dir: Path | None = None,
+) -> dict[str, TokenData]:  # fmt: skip
+    """The splits 'train' and 'val' of a source, or of several mixed in proportion to their weights. A source is what `resolve_source` takes, or token files
+    as in `gpt2jax.data.foreign`.
+
+    Raises InputError for what cannot be read, for ids of another tokenizer than `tokenizer`, and for a split too short for one sequence.
+    """
+    weights = {source: 1.0} if isinstance(source, str) else source
+    opened = [_open(name, tokenizer, verify, val_fraction, split_seed, cache_dir) for name in weights]
+    for name, splits in zip(weights, opened, strict=True):
+        for split, tokens in splits.items():
+            check_length(tokens, name, split, sequence_length)
+    settings = {"sequence_length": sequence_length, "batch_size": batch_size, "seed": seed}
+    return {split: TokenData([splits[split] for splits in opened], list(weights.values()), **settings) for split in ("train", "val")}
 
 
 def resolve_source(
@@ -65,6 +86,13 @@ def resolve_source(
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return target
+
+
+def _open(source: str, tokenizer: Tokenizer, verify: bool, val_fraction: float, seed: int, cache_dir: Path | None) -> dict[str, TokenSource]:
+    if not (Path(source) / MANIFEST).is_file() and (files := find_token_files(source)):
+        return foreign_tokens(files, tokenizer, verify=verify)
+    folder = resolve_source(source, tokenizer, val_fraction=val_fraction, seed=seed, cache_dir=cache_dir)
+    return {split: prepared_tokens(folder, split, verify=verify) for split in ("train", "val")}
 
 
 def _key(source: str, tokenizer: Tokenizer, val_fraction: float, seed: int) -> str:

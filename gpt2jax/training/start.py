@@ -9,7 +9,7 @@ from pathlib import Path
 from jax.sharding import Mesh
 
 from gpt2jax.config import Config, to_tree, to_yaml
-from gpt2jax.data import TokenData, default_cache_dir, open_data, resolve_source
+from gpt2jax.data import TokenData, open_splits
 from gpt2jax.errors import InputError
 from gpt2jax.kernels.backends import describe
 from gpt2jax.parallel.mesh import training_mesh
@@ -84,13 +84,11 @@ def _fit_tokenizer(config: Config, tokenizer: Tokenizer) -> Config:
 
 
 def _open_splits(config: Config, tokenizer: Tokenizer) -> dict[str, TokenData]:
-    folder = resolve_source(config.data.source, tokenizer, val_fraction=config.data.val_fraction, seed=config.data.split_seed, cache_dir=default_cache_dir())
-    return {
-        split: open_data(
-            folder, split=split, sequence_length=config.sequence_length, batch_size=config.train.batch_size, seed=config.train.seed, verify=config.data.verify
-        )
-        for split in ("train", "val")
-    }
+    data, train = config.data, config.train
+    return open_splits(
+        data.source, tokenizer, sequence_length=config.sequence_length, batch_size=train.batch_size, seed=train.seed, verify=data.verify,
+        val_fraction=data.val_fraction, split_seed=data.split_seed,
+    )  # fmt: skip
 
 
 def _check_data(path: Path, data: TokenData, *, resume: bool) -> None:
