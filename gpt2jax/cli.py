@@ -60,14 +60,17 @@ def _dispatch(arguments: list[str]) -> int:
 
     prepare = commands.add_parser("prepare", help="turn text into token shards", description="Turn text into token shards that training reads.")
     prepare.add_argument(
-        "sources", nargs="+", metavar="SOURCE", help="python-stdlib, - for standard input, or files, folders and globs (.txt .md .py .jsonl, .gz, .zst)"
-    )
+        "sources", nargs="+", metavar="SOURCE",
+        help="python-stdlib, - for standard input, files, folders and globs (.txt .md .py .jsonl .parquet, .gz, .zst), or hf:NAME[:CONFIG[:SPLIT]]",
+    )  # fmt: skip
     prepare.add_argument("--out", required=True, metavar="DIR", help="a new folder")
     prepare.add_argument("--tokenizer", default="gpt2", help="gpt2, bytes, or a Hugging Face folder (default: gpt2)")
     prepare.add_argument("--val-fraction", type=float, default=0.02, metavar="F", help="share of documents for validation (default: 0.02)")
     prepare.add_argument("--seed", type=int, default=0, help="seed of the train/validation split (default: 0)")
     prepare.add_argument("--separator", metavar="TEXT", help="text that separates documents inside plain text files")
-    prepare.add_argument("--text-key", default="text", metavar="KEY", help="key of the text in JSON lines (default: text)")
+    prepare.add_argument("--text-key", default="text", metavar="KEY", help="key of the text in JSON lines, tables and data sets (default: text)")
+    prepare.add_argument("--limit-documents", type=int, metavar="N", help="read no more documents than this")
+    prepare.add_argument("--limit-tokens", type=int, metavar="N", help="end with the document that reaches this many tokens")
     prepare.add_argument("--shard-tokens", type=int, default=100_000_000, metavar="N", help="tokens a shard (default: 100,000,000)")
     prepare.add_argument("--workers", type=int, metavar="N", help="processes (default: one a core)")
     run["prepare"] = _prepare
@@ -148,6 +151,8 @@ def _prepare(options: argparse.Namespace, _: list[str]) -> int:
         workers=options.workers,
         separator=options.separator,
         text_key=options.text_key,
+        limit_documents=options.limit_documents,
+        limit_tokens=options.limit_tokens,
     )
     sizes = ", ".join(f"{name} {split.tokens:,} tokens of {split.documents:,} documents" for name, split in manifest.splits.items())
     print(f"wrote {options.out}: {sizes}; train on it: --data.source={options.out} --data.tokenizer={options.tokenizer}")

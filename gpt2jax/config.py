@@ -355,7 +355,7 @@ def _plain_type(hint: Any) -> str:
     if get_origin(hint) is Literal:
         return "|".join(get_args(hint))
     if get_origin(hint) is dict:
-        return f"{{{', '.join(_plain_type(part) for part in get_args(hint))}}}".replace(", ", ": ")
+        return f"{{{': '.join(_plain_type(part) for part in get_args(hint))}}}"
     if get_args(hint):  # a union
         return "|".join(_plain_type(part) for part in get_args(hint))
     return "none" if hint is type(None) else str(hint.__name__)

@@ -428,3 +428,45 @@ def test_lone_surrogates_in_json_are_replaced(tmp_path: Path) -> None:
 
 def test_other_text_key(tmp_path: Path) -> None:
     assert prepared([write(tmp_path / "a.jsonl", '{"body": "x"}\n')], tmp_path, text_key="body") == ["x"]
+
+
+# a part of a source
+
+
+def test_reading_ends_after_so_many_documents(tmp_path: Path) -> None:
+    texts = [f"text {i}" for i in range(30)]
+    files = [write(tmp_path / "a.jsonl", rows(*texts[:9], "")), write(tmp_path / "b.jsonl", rows(*texts[9:]))]
+    for limit in (1, 9, 10, 30, 99):
+        run(files, tmp_path / str(limit), val_fraction=0.0, limit_documents=limit)
+        assert documents(tmp_path / str(limit)) == texts[:limit]
+    assert "at most 9 documents" in read_manifest(tmp_path / "9").notes[0]
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_reading_ends_with_the_document_that_reaches_so_many_tokens(workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare_module, "_CHUNK", 50)  # limits fall inside chunks and between them
+    texts = [f"text {i} " + "word " * (i % 7) for i in range(200)]
+    file = write(tmp_path / "a.jsonl", rows(*texts))
+    ends = np.cumsum([len(text) + 1 for text in texts])
+    for limit in (1, 8, 9, 100, 999, 1500, int(ends[99]), int(ends[99]) + 1, 10**9):
+        out = tmp_path / f"{limit}-{workers}"
+        run([file], out, val_fraction=0.3, limit_tokens=limit, workers=workers)
+        count = int(np.searchsorted(ends, limit)) + 1
+        if read_manifest(out).splits["val"].documents and count > 20:  # else validation is cut off the end of training
+            assert len(documents(out)) + len(documents(out, "val")) == min(count, 200)
+        assert sum(info.tokens for info in read_manifest(out).splits.values()) == ends[min(count, 200) - 1] + 2
+
+
+def test_a_long_document_is_not_cut_by_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare_module, "_CHUNK", 50)
+    monkeypatch.setattr(sources_module.split_text, "__defaults__", (None, 20, "text"))  # pieces of 20 characters
+    texts = ["many words of one document " * 40, "the next one"]
+    run([write(tmp_path / "a.jsonl", rows(*texts))], tmp_path / "out", val_fraction=0.0, limit_tokens=60, workers=1)
+    assert documents(tmp_path / "out") == texts[:1]
+
+
+def test_limits_below_one_are_refused(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.txt", "text")
+    for limits in ({"limit_documents": 0}, {"limit_tokens": 0}, {"limit_documents": 5, "limit_tokens": -1}):
+        with pytest.raises(InputError, match="limit_tokens=.*must be 1 or more"):
+            run([file], tmp_path / "out", **limits)

@@ -112,6 +112,8 @@ def test_a_failure_leaves_the_cache_empty(tmp_path: Path) -> None:
 def test_refusals(text: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="standard input"):
         resolve("-", tmp_path / "cache")
+    with pytest.raises(InputError, match="run `gpt2jax prepare hf:a/b --out DIR` first"):
+        resolve("hf:a/b", tmp_path / "cache")
     with pytest.raises(InputError, match="python-stdlb: no such file"):
         resolve("python-stdlb", tmp_path / "cache")
     with pytest.raises(InputError, match="GPT2JAX_CACHE"):

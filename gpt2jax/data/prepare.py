@@ -38,14 +38,17 @@ def prepare(
     workers: int | None = None,
     separator: str | None = None,
     text_key: str = "text",
+    limit_documents: int | None = None,
+    limit_tokens: int | None = None,
     progress: bool | None = None,
 ) -> Manifest:
     """Turn text into token shards in the new folder `out` (format: `gpt2jax.data.shards`), and return its manifest.
 
     `sources` are names as in `gpt2jax.data.sources.find_sources`. A plain file is one document, or several where `separator` stands in it; a line of a
-    .jsonl file is one, under `text_key`. A split begins with the end-of-text id, and each document is followed by it. A document goes to validation by
-    a hash of (seed, its number), for `val_fraction` of the documents; where that leaves a split empty, the last `val_fraction` of all tokens is
-    validation, and a line says so. Empty documents are left out.
+    .jsonl file, or a row of a .parquet file or of a data set, is one, under `text_key`. Empty documents are left out. Reading ends after
+    `limit_documents` of all documents, or with the one whose end-of-text id is number `limit_tokens` of all tokens or comes after it.
+    A split begins with the end-of-text id, and each document is followed by it. A document goes to validation by a hash of (seed, its number), for
+    `val_fraction` of the documents; where that leaves a split empty, the last `val_fraction` of all tokens is validation, and a line says so.
 
     The shards do not depend on `workers` (None: all cores). `progress`: None shows a bar on a terminal and a few lines elsewhere, False nothing.
     Memory does not grow with the sources. `out` appears whole at the end or, after an error or Ctrl-C, not at all.
@@ -60,6 +63,8 @@ def prepare(
         raise InputError(f"val_fraction={val_fraction} must be from 0 to below 1")
     if shard_tokens < 1 or (workers is not None and workers < 1) or separator == "":
         raise InputError(f"shard_tokens={shard_tokens} and workers={workers} must be 1 or more, and the separator not empty")
+    if min(limit for limit in (limit_documents, limit_tokens, 1) if limit is not None) < 1:
+        raise InputError(f"limit_documents={limit_documents} and limit_tokens={limit_tokens} must be 1 or more")
     if not sources:
         raise InputError("no source to prepare; name files, folders or python-stdlib")
     if tokenizer.eot is None:
@@ -71,8 +76,10 @@ def prepare(
             files, left_out = sum(len(source.files) for source in found), sum(source.left_out for source in found)
             skipped = f", {left_out} binary files left out" if left_out else ""
             report.say(f"preparing {files} files with the {tokenizer.name} tokenizer on {workers} cores{skipped}")
-            pieces = _pieces(found, val_fraction, seed, separator, text_key, report.advance)
-            splits, notes = _write_splits(folder, pieces, tokenizer, val_fraction, shard_tokens, workers)
+            pieces = _pieces(found, val_fraction, seed, separator, text_key, limit_documents, report.advance)
+            splits, notes = _write_splits(folder, pieces, tokenizer, val_fraction, shard_tokens, workers, limit_tokens)
+            limits = [f"at most {limit:,} {what}" for limit, what in ((limit_documents, "documents"), (limit_tokens, "tokens")) if limit]
+            notes = [*notes, *(f"a part of the source: {limit} were to be read" for limit in limits)]
             tokenizer.save(folder)
             manifest = Manifest(
                 tokenizer.name, tokenizer.fingerprint, tokenizer.n_vocab, tokenizer.eot, splits, tuple(sources), val_fraction, seed, tuple(notes)
@@ -93,7 +100,7 @@ def in_validation(seed: int, document: int, fraction: float) -> bool:
 
 
 def _pieces(
-    sources: list[Source], val_fraction: float, seed: int, separator: str | None, text_key: str, on_bytes: Callable[[int], None]
+    sources: list[Source], val_fraction: float, seed: int, separator: str | None, text_key: str, limit: int | None, on_bytes: Callable[[int], None]
 ) -> Iterator[Piece]:  # fmt: skip
     number = 0
     for source in sources:
@@ -106,6 +113,8 @@ def _pieces(
                     yield SPLITS[in_validation(seed, number, val_fraction)], text, ends
                 if started and ends:
                     number, started = number + 1, False
+                if number == limit:
+                    return
         if number == before and source.files:
             raise InputError(f"{source.name} holds no text")
 
@@ -123,36 +132,42 @@ def _chunks(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
         yield chunk
 
 
-def _encode(tokenizer: Tokenizer, chunk: list[Piece]) -> list[tuple[str, np.ndarray, int]]:
-    """(split, ids, documents that end) of each split in the chunk."""
-    end, results = np.array([tokenizer.eot], token_dtype(tokenizer.n_vocab)), []
-    for split in SPLITS:
-        parts: list[np.ndarray] = []
-        for name, text, ends in chunk:
-            if name == split:
-                parts += [tokenizer.encode_array(text), end] if ends else [tokenizer.encode_array(text)]
-        if parts:
-            results.append((split, np.concatenate(parts), sum(ends for name, _, ends in chunk if name == split)))
-    return results
+def _encode(tokenizer: Tokenizer, chunk: list[Piece]) -> list[tuple[str, np.ndarray, bool]]:
+    """(split, ids, whether the document ends here) of each piece."""
+    end = np.array([tokenizer.eot], token_dtype(tokenizer.n_vocab))
+    encoded = ((split, tokenizer.encode_array(text), ends) for split, text, ends in chunk)
+    return [(split, np.concatenate([ids, end]) if ends else ids, ends) for split, ids, ends in encoded]
 
 
 def _write_splits(
-    folder: Path, pieces: Iterator[Piece], tokenizer: Tokenizer, val_fraction: float, shard_tokens: int, workers: int
+    folder: Path, pieces: Iterator[Piece], tokenizer: Tokenizer, val_fraction: float, shard_tokens: int, workers: int, limit: int | None
 ) -> tuple[dict[str, SplitInfo], list[str]]:  # fmt: skip
     writers = {split: _SplitWriter(folder, split, tokenizer, shard_tokens) for split in SPLITS}
     # Threads, not processes: tiktoken works outside Python's lock, so they use all cores, start at once and share the tokenizer.
     pool = ThreadPoolExecutor(workers, thread_name_prefix="prepare")
-    waiting: deque[Future[list[tuple[str, np.ndarray, int]]]] = deque()
+    waiting: deque[Future[list[tuple[str, np.ndarray, bool]]]] = deque()
+    tokens, enough = 0, False
 
     def write_next() -> None:
-        for split, ids, documents in waiting.popleft().result():
-            writers[split].append(ids, documents)
+        nonlocal tokens, enough
+        encoded = waiting.popleft().result()
+        for count, (_, ids, ends) in enumerate(encoded, 1):
+            tokens += len(ids)
+            if limit is not None and tokens >= limit and ends:
+                encoded, enough = encoded[:count], True
+                waiting.clear()
+                break
+        for split, writer in writers.items():
+            if mine := [(ids, ends) for name, ids, ends in encoded if name == split]:
+                writer.append(np.concatenate([ids for ids, _ in mine]), sum(ends for _, ends in mine))
 
     try:
         for chunk in _chunks(pieces):
             waiting.append(pool.submit(_encode, tokenizer, chunk))
-            if len(waiting) > 2 * workers:
+            if len(waiting) > 2 * workers or waiting[0].done():
                 write_next()
+            if enough:
+                break
         while waiting:
             write_next()
         splits = {split: writer.close() for split, writer in writers.items()}

@@ -17,6 +17,7 @@ from gpt2jax.data.foreign import find_token_files, foreign_tokens
 from gpt2jax.data.prepare import prepare
 from gpt2jax.data.shards import MANIFEST, VERSION, read_manifest
 from gpt2jax.data.sources import STDIN, STDLIB, find_sources
+from gpt2jax.data.tables import HF
 from gpt2jax.errors import InputError
 from gpt2jax.tokenizer import Tokenizer
 
@@ -64,6 +65,8 @@ def resolve_source(
                 f"{_called(tokenizer.name, tokenizer.fingerprint)}; set data.tokenizer to the first, or prepare the text again"
             )
         return folder
+    if source.startswith(HF):
+        raise InputError(f"data.source cannot be a data set, which is fetched once; run `gpt2jax prepare {source} --out DIR` first, and name DIR")
     if source == STDIN:
         raise InputError("data.source cannot be standard input, which can be read only once; run `gpt2jax prepare - --out DIR` first")
     cache = Path(cache_dir) if cache_dir is not None else default_cache_dir()

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, cast
 
+from gpt2jax.data.tables import HF, PARQUET, hf_texts, parquet_texts
 from gpt2jax.errors import InputError
 
 #: The source that every machine has: the standard library's own .py files, without its tests.
@@ -40,7 +41,7 @@ _SURE_CUT = re.compile(r"(?<=\S)[ \n]")
 
 @dataclass(frozen=True)
 class Source:
-    """One name of the command line, and the files that it stands for (`path` None is standard input). `name` of a file is what errors call it."""
+    """One name of the command line, and the files that it stands for (`path` None is standard input or a data set). `name` of a file is what errors call it."""
 
     name: str
     files: tuple[SourceFile, ...]
@@ -57,7 +58,7 @@ class SourceFile:
 
 
 def find_sources(names: Iterable[str]) -> list[Source]:
-    """The files of each name, sorted, each file once. A name is python-stdlib, '-', a file, a folder or a glob.
+    """The files of each name, sorted, each file once. A name is python-stdlib, '-', a file, a folder, a glob, or a data set as in `tables.hf_texts`.
 
     In folders, hidden files and binary files are left out. Raises InputError for a name that stands for nothing readable.
     """
@@ -65,7 +66,7 @@ def find_sources(names: Iterable[str]) -> list[Source]:
     sources = []
     for name in names:
         source = _find(name)
-        places = {os.path.realpath(file.path) if file.path else STDIN: file for file in source.files}
+        places = {os.path.realpath(file.path) if file.path else file.key: file for file in source.files}
         sources.append(Source(name, tuple(file for place, file in places.items() if place not in seen), source.left_out))
         seen |= places.keys()
     return sources
@@ -77,12 +78,12 @@ def read_documents(file: SourceFile, *, separator: str | None, text_key: str, on
     Long documents are cut only where GPT-2's tokenizer certainly starts a new token, so the pieces' ids put together are the whole's.
     `on_bytes` is told how many bytes of the file were read. Raises InputError naming file and line for what is no text.
     """
-    blocks, name = _unpacked(file, on_bytes or (lambda count: None)), str(file.path or file.key)
-    if _plain_suffix(file.path) in _JSON_LINES:
-        for text in _json_lines(name, blocks, text_key):
+    on_bytes, name = on_bytes or (lambda count: None), str(file.path or file.key)
+    if texts := _texts(file, name, text_key, on_bytes):
+        for text in texts:
             yield from split_text([text], name=name)
     else:
-        yield from split_text(_decoded(name, blocks), separator, name=name)
+        yield from split_text(_decoded(name, _unpacked(file, on_bytes)), separator, name=name)
 
 
 def split_text(blocks: Iterable[str], separator: str | None = None, size: int = _BLOCK, name: str = "text") -> Iterator[tuple[str, bool]]:
@@ -127,7 +128,20 @@ def _sure_cut(text: str, start: int, end: int) -> int:
         window *= 16
 
 
+def _texts(file: SourceFile, name: str, text_key: str, on_bytes: Callable[[int], None]) -> Iterator[str] | None:
+    """The documents of a file that holds several by itself; None for one of plain text."""
+    if file.path is None and file.key.startswith(HF):
+        return hf_texts(file.key, text_key)
+    if file.path is not None and file.path.suffix.lower() == PARQUET:
+        return parquet_texts(file.path, text_key, on_bytes)
+    if _plain_suffix(file.path) in _JSON_LINES:
+        return _json_lines(name, _unpacked(file, on_bytes), text_key)
+    return None
+
+
 def _find(name: str) -> Source:
+    if name.startswith(HF):
+        return Source(name, (SourceFile(None, name),))
     if name == STDLIB:
         return Source(name, tuple(_standard_library()))
     if name == STDIN:
@@ -148,8 +162,9 @@ def _find(name: str) -> Source:
 
 
 def _named(path: Path) -> SourceFile:
-    if path.is_file() and path.suffix.lower() not in _PACKED and b"\0" in _head(path):
-        raise InputError(f"{path}: a binary file, not UTF-8 text")
+    if path.is_file() and path.suffix.lower() not in (*_PACKED, PARQUET) and b"\0" in _head(path):
+        tokens = "; the name of a file of tokens must say train or val" if path.suffix in (".bin", ".npy") else ""
+        raise InputError(f"{path}: a binary file, not UTF-8 text{tokens}")
     return SourceFile(path, path.name, path.stat().st_size)
 
 
@@ -160,7 +175,7 @@ def _walk(folder: Path) -> tuple[list[SourceFile], int]:
         for path in (Path(parent, name) for name in names if not name.startswith(".")):
             if not path.is_file():
                 continue
-            if _plain_suffix(path) in TEXT_SUFFIXES or (path.suffix.lower() not in _PACKED and _looks_like_text(path)):
+            if _plain_suffix(path) in TEXT_SUFFIXES or path.suffix.lower() == PARQUET or (path.suffix.lower() not in _PACKED and _looks_like_text(path)):
                 files.append(SourceFile(path, path.relative_to(folder).as_posix(), path.stat().st_size))
             else:
                 left_out += 1
