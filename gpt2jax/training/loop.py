@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from gpt2jax.config import Config, HostsConfig, to_yaml
 from gpt2jax.data import TokenData
+from gpt2jax.data.prefetch import Prefetch
 from gpt2jax.errors import InputError
 from gpt2jax.model.parameters import abstract_model, with_parameters
 from gpt2jax.parallel import hosts
@@ -82,12 +83,14 @@ def _run(mesh: Mesh, config: Config, run_dir: Path, tokenizer: Tokenizer, splits
     if hosts.is_first():
         introduce(config, skeleton, splits, run_dir, step if restored else None, mesh)
 
-    with Report(config, run_dir, step) as report:
+    def read(step: int) -> tuple[jax.Array, jax.Array]:
+        return place_rows(functools.partial(splits["train"].batch, step), config.train.batch_size, config.sequence_length, mesh)
+
+    with Report(config, run_dir, step) as report, Prefetch(read, stop=steps) as batches:
         if step > steps:
             raise InputError(f"{run_dir} is already at step {step}, past train.steps={steps}; raise train.steps")
         while step < steps and not signals.heard(step, config.train.log_every):
-            batch = place_rows(functools.partial(splits["train"].batch, step), config.train.batch_size, config.sequence_length, mesh)
-            state, measured = step_function(state, *batch)
+            state, measured = step_function(state, *batches.take(step))
             step += 1
             report.advance(step)
             last = step == steps
