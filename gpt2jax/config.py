@@ -114,6 +114,15 @@ class OptimizerConfig:
 
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=STRICT)
+class LoraConfig:
+    """Low-rank adapters: a run from run.init_from that trains them alone."""
+
+    rank: Annotated[Count | None, "rank of the adapters; none means no adapters: all weights are trained"] = None
+    alpha: Annotated[Positive, "an adapter's product counts alpha / rank times"] = 16.0
+    targets: Annotated[list[str] | None, "the blocks' linear maps that get one, as in [query, key_value, out, up, down]; none means all"] = None
+
+
+@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=STRICT)
 class EvalConfig:
     """Validation inside the run."""
 
@@ -135,6 +144,7 @@ class RunConfig:
     """Where the run lives."""
 
     dir: Annotated[str, "folder of the run"] = "runs/default"
+    init_from: Annotated[str | None, "start from the weights, model and tokenizer of a run, converted or Hugging Face folder, or hub id"] = None
     resume: Annotated[Literal["never", "auto"], "auto: go on from the newest checkpoint in run.dir, if there is one"] = "never"
     sample_prompt: Annotated[str | None, "text continued at the end of the run; none prints no sample"] = "\n"
     sample_tokens: Annotated[Count, "tokens of that sample"] = 256
@@ -150,6 +160,7 @@ class Config:
     mesh: MeshConfig = Field(default_factory=MeshConfig)
     hosts: HostsConfig = Field(default_factory=HostsConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    lora: LoraConfig = Field(default_factory=LoraConfig)
     eval: EvalConfig = Field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     run: RunConfig = Field(default_factory=RunConfig)
@@ -190,8 +201,13 @@ def config_from_tree(tree: dict[str, Any], where: str = "config") -> Config:
     model = dict(tree.get("model", {}))
     if (name := model.pop("preset", None)) is not None:
         model = {**preset(name), **model}
+    tree = {**tree, "model": model}
+    if isinstance(tree.get("run", {}).get("init_from"), str) and not set(_fields(ModelConfig)) <= model.keys():
+        from gpt2jax.training.initial import filled
+
+        tree = filled(tree, where)
     sections = {}
-    for section, values in {**tree, "model": model}.items():
+    for section, values in tree.items():
         try:
             sections[section] = _section_type(section)(**values)
         except pydantic.ValidationError as error:
@@ -325,6 +341,7 @@ def _section_type(section: str) -> Any:
         "mesh": MeshConfig,
         "hosts": HostsConfig,
         "optimizer": OptimizerConfig,
+        "lora": LoraConfig,
         "eval": EvalConfig,
         "checkpoint": CheckpointConfig,
         "run": RunConfig,

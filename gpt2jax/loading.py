@@ -11,6 +11,10 @@ from typing import TYPE_CHECKING, Any
 from gpt2jax.errors import InputError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from jax.sharding import Sharding
+
     from gpt2jax.config import ModelConfig
     from gpt2jax.model.gpt2 import GPT2
     from gpt2jax.tokenizer import Tokenizer
@@ -38,17 +42,47 @@ def load(path: str | os.PathLike[str], *, compute_dtype: str | None = None, weig
         config_from_tree({"model": {"compute_dtype": compute_dtype}}, where="load")
     if weights_dtype is not None:
         check_weights_dtype(weights_dtype)
-    folder = Path(path).expanduser()
-    if not folder.exists():
-        if not _is_hub_id(str(path)):
-            raise InputError(f"there is no {path}; give a run folder, a checkpoint, a Hugging Face folder or a hub id such as gpt2")
-        folder = _download(str(path))
-    model, tokenizer = _load_folder(folder)
+    model, tokenizer = _load_folder(find_folder(path))
     if compute_dtype is not None and compute_dtype != model.config.compute_dtype:
         model = _with_compute_dtype(model, compute_dtype)
     if weights_dtype is not None:
         model = quantize(model, weights_dtype)
     return model, tokenizer
+
+
+def find_folder(path: str | os.PathLike[str]) -> Path:
+    """The folder that `load` reads for a path or a hub id, fetched first if need be."""
+    folder = Path(path).expanduser()
+    if folder.exists():
+        return folder
+    if not _is_hub_id(str(path)):
+        raise InputError(f"there is no {path}; give a run folder, a checkpoint, a Hugging Face folder or a hub id such as gpt2")
+    return _download(str(path))
+
+
+def load_placed(folder: Path, shardings: Mapping[str, Sharding]) -> GPT2:
+    """The model in a folder, each parameter laid as `shardings` says by name: devices, and processes, get their own parts only."""
+    from gpt2jax.convert.huggingface import load_huggingface
+    from gpt2jax.training.folder import is_checkpoint
+
+    if is_checkpoint(folder):
+        from gpt2jax.training.checkpoint import load_model
+
+        return load_model(folder, shardings)[0]
+    return load_huggingface(folder, shardings)
+
+
+def own_tokenizer(folder: Path) -> str | None:
+    """What `data.tokenizer` calls the tokenizer of the model in a folder: a path, or gpt2 where a released model has none of its own. None if there is none."""
+    from gpt2jax.training.folder import TOKENIZER, is_checkpoint, split_step
+
+    if is_checkpoint(folder):
+        tokenizer = split_step(folder)[0] / TOKENIZER
+        return str(tokenizer) if tokenizer.is_dir() else None
+    if any((folder / name).is_file() for name in TOKENIZER_FILES):
+        return str(folder)
+    config = read_model_config(folder)
+    return "gpt2" if config.position == "learned" and config.vocab_size >= GPT2_VOCABULARY else None
 
 
 def read_model_config(folder: Path) -> ModelConfig:

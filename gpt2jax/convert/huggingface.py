@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ def is_huggingface_folder(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("config.json", SINGLE, INDEX, PICKLED))
 
 
-def load_huggingface(folder: Path) -> GPT2:
+def load_huggingface(folder: Path, shardings: Mapping[str, jax.sharding.Sharding] | None = None) -> GPT2:
     """The model in a Hugging Face folder of one of `FORMATS`, with float32 parameters whatever the file's dtype (float32, float16, bfloat16).
 
     Raises InputError, one line, for a missing or malformed file, a setting that is not supported, and tensors that are missing, left over, of another shape
@@ -49,8 +50,14 @@ def load_huggingface(folder: Path) -> GPT2:
     # the largest first, while there is most room for the copy that goes to the device
     names = sorted(sources, key=lambda name: -leaves[name].size)
     with ThreadPoolExecutor(2) as pool:  # numpy checks and copies without Python's lock
-        arrays = pool.map(lambda name: jax.device_put(_read_parameter(tensors, sources[name], leaves[name].shape, config), may_alias=True), names)
+        arrays = pool.map(lambda name: _placed(_read_parameter(tensors, sources[name], leaves[name].shape, config), (shardings or {}).get(name)), names)
         return with_parameters(model, dict(zip(names, arrays, strict=True)))
+
+
+def _placed(values: np.ndarray[Any, Any], sharding: jax.sharding.Sharding | None) -> jax.Array:
+    if sharding is None:
+        return jax.device_put(values, may_alias=True)
+    return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
 
 
 def read_config(folder: Path) -> ModelConfig:

@@ -27,14 +27,18 @@ def named_parameters(model: GPT2) -> dict[str, Any]:
 
 def with_parameters(model: GPT2, parameters: Mapping[str, Any]) -> GPT2:
     """The same model with these parameters. InputError names every one that is missing, left over or of another shape."""
-    wanted = named_parameters(model)
+    check_parameters(named_parameters(model), parameters)
+    return map_named(lambda name, _: parameters[name], model)
+
+
+def check_parameters(wanted: Mapping[str, Any], parameters: Mapping[str, Any]) -> None:
+    """InputError, naming every one that is missing, left over or of another shape, unless these parameters are those that are wanted."""
     missing, extra = sorted(wanted.keys() - parameters.keys()), sorted(parameters.keys() - wanted.keys())
     if missing or extra:
         raise InputError(f"parameters do not fit the model: missing {missing or 'none'}, left over {extra or 'none'}")
     for name, leaf in wanted.items():
         if tuple(parameters[name].shape) != tuple(leaf.shape):
             raise InputError(f"parameter {name} has shape {list(parameters[name].shape)}; the model's config asks for {list(leaf.shape)}")
-    return map_named(lambda name, _: parameters[name], model)
 
 
 def map_named(function: Callable[[str, Any], Any], model: Tree) -> Tree:

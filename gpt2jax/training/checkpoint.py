@@ -10,6 +10,7 @@ import dataclasses
 import os
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,16 @@ import jax
 import orbax.checkpoint as ocp
 import yaml
 from etils import epath
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from orbax.checkpoint import checkpoint_managers as policies
 
-from gpt2jax.config import CheckpointConfig, Config, load_config, to_tree
+from gpt2jax.config import CheckpointConfig, Config, ModelConfig, load_config, to_tree
 from gpt2jax.errors import InputError
 from gpt2jax.model.gpt2 import GPT2
-from gpt2jax.model.parameters import abstract_model, named_parameters, with_parameters
+from gpt2jax.model.lora import abstract_adapted, adapter_variables, merged
+from gpt2jax.model.parameters import abstract_model, check_parameters, named_parameters, with_parameters
 from gpt2jax.tokenizer import Tokenizer, load_tokenizer
-from gpt2jax.training.folder import CHECKPOINTS, CONFIG, TOKENIZER, finished_steps, require_unused, split_step, write_text
+from gpt2jax.training.folder import BASE, CHECKPOINTS, CONFIG, TOKENIZER, finished_steps, require_unused, split_step, write_text
 from gpt2jax.training.step import TrainState
 
 
@@ -56,7 +59,7 @@ class Checkpoints:
         target = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
         items = ocp.args.Composite(parameters=ocp.args.StandardRestore(target.parameters), optimizer=ocp.args.StandardRestore(target.optimizer))
         restored = self._manager.restore(step, args=items)
-        return TrainState(jax.numpy.int32(step), restored["parameters"], restored["optimizer"])
+        return TrainState(jax.numpy.int32(step), restored["parameters"], restored["optimizer"], like.frozen)
 
     def close(self) -> None:
         """Wait until everything is on disk."""
@@ -64,8 +67,9 @@ class Checkpoints:
         self._manager.close()
 
 
-def load_model(path: str | Path) -> tuple[GPT2, Tokenizer | None]:
-    """The model and tokenizer of a run or converted folder (its newest checkpoint), or of one step's folder inside checkpoints/."""
+def load_model(path: str | Path, shardings: Mapping[str, Sharding] | None = None) -> tuple[GPT2, Tokenizer | None]:
+    """The model and tokenizer of a run or converted folder (its newest checkpoint), or of one step's folder inside checkpoints/. A run's adapters (lora) are
+    merged into the weights. shardings: where each parameter is to lie, by name; None means the default device."""
     run_dir, step = split_step(Path(path))
     config = load_config(run_dir / CONFIG)
     steps = finished_steps(run_dir)
@@ -74,18 +78,48 @@ def load_model(path: str | Path) -> tuple[GPT2, Tokenizer | None]:
     if step is not None and step not in steps:
         raise InputError(f"{run_dir} has no checkpoint of step {step}; it has {', '.join(map(str, steps))}")
     # the schedule of the machine that trained it may not exist here
-    skeleton = abstract_model(dataclasses.replace(config.model, attention_backend="auto"))
-    saved_at = _folder(run_dir) / str(steps[-1] if step is None else step) / "parameters"
+    model_config = dataclasses.replace(config.model, attention_backend="auto")
+    saved_at = run_dir / CHECKPOINTS / str(steps[-1] if step is None else step) / "parameters"
+    if config.lora.rank is None:
+        parameters = read_parameters(saved_at, model_config, shardings)
+    else:
+        adapters = _read(saved_at, adapter_variables(abstract_adapted(model_config, config.lora)), shardings)
+        parameters = merged({**read_parameters(run_dir / BASE, model_config, shardings), **adapters}, config.lora)
+    folder = run_dir / TOKENIZER
+    return with_parameters(abstract_model(model_config), parameters), load_tokenizer(str(folder)) if folder.is_dir() else None
+
+
+def read_parameters(folder: Path, config: ModelConfig, shardings: Mapping[str, Sharding] | None = None) -> dict[str, jax.Array]:
+    """The parameters by name that a checkpoint's folder of a plain model holds. InputError if they do not fit config or cannot be read."""
+    return _read(folder, abstract_model(config), shardings)
+
+
+def write_parameters(folder: Path, parameters: dict[str, jax.Array]) -> None:
+    """Write what `read_parameters` reads: all of it or nothing."""
+    with ocp.StandardCheckpointer() as writer:
+        writer.save(folder.absolute(), parameters)
+
+
+def _read(folder: Path, like: Any, shardings: Mapping[str, Sharding] | None = None) -> dict[str, jax.Array]:
+    here = SingleDeviceSharding(jax.local_devices()[0])  # said, since Orbax would ask for the devices that it was saved from
+    place = lambda name: here if shardings is None else shardings.get(name, _whole(shardings))  # noqa: E731
+    wanted = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place(name)) for name, leaf in named_parameters(like).items()}
+    folder = folder.absolute()
     try:
         with ocp.StandardCheckpointer() as reader:
-            with_parameters(skeleton, ocp.PyTreeCheckpointHandler().metadata(epath.Path(saved_at)).tree)  # names what does not fit; Orbax itself may cut or pad
-            parameters = reader.restore(saved_at, named_parameters(skeleton))
+            check_parameters(wanted, ocp.PyTreeCheckpointHandler().metadata(epath.Path(folder)).tree)  # Orbax itself may cut or pad
+            return reader.restore(folder, wanted)
     except InputError:
         raise
     except Exception as error:  # Orbax and TensorStore raise errors of many kinds for a file that is cut, missing or of another format
-        raise InputError(f"cannot read the checkpoint {saved_at.parent}: {' '.join(str(error).split())[:200]}; it is damaged: use another step's") from error
-    folder = run_dir / TOKENIZER
-    return with_parameters(skeleton, parameters), load_tokenizer(str(folder)) if folder.is_dir() else None
+        checkpoint = folder if folder.name == BASE else folder.parent
+        raise InputError(f"cannot read the checkpoint {checkpoint}: {' '.join(str(error).split())[:200]}; it is damaged: use another step's") from error
+
+
+def _whole(shardings: Mapping[str, Sharding]) -> Sharding:
+    """Whole on each device of the mesh that these are of: where adapters go, which are merged into what lies there."""
+    first = next(iter(shardings.values()))
+    return NamedSharding(first.mesh, PartitionSpec()) if isinstance(first, NamedSharding) else first
 
 
 def save_model(out: str | Path, model: GPT2, tokenizer: Tokenizer | None) -> None:

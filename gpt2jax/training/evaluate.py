@@ -36,7 +36,7 @@ def make_evaluate(config: Config, skeleton: GPT2, mesh: Mesh, tokenizer: Tokeniz
         for inputs_BT, targets_BT in batches:
             rows, tokens = targets_BT.shape
             batch = place_rows(lambda part: (inputs_BT[part], targets_BT[part]), rows, tokens, mesh)  # noqa: B023
-            total += float(batch_sum(state.parameters, *batch))
+            total += float(batch_sum({**state.frozen, **state.parameters}, *batch))
             real = targets_BT[targets_BT >= 0]
             targets, text_bytes = targets + real.size, text_bytes + int(bytes_of_id[real].sum())
             if signals.number and jax.process_count() == 1:  # several stop together, between two steps

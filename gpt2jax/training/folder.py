@@ -3,6 +3,7 @@
 config.yaml              the resolved configuration
 tokenizer/               what `gpt2jax.tokenizer.load_tokenizer` reads back
 checkpoints/STEP/        Orbax: `parameters` (float32 by name); in a run also `optimizer`
+base/                    (a run with lora only) Orbax: the parameters that are not trained; checkpoints then hold the adapters alone
 data.json, metrics.jsonl (a run only) the data's fingerprint; one JSON object a line
 """
 
@@ -14,7 +15,7 @@ from pathlib import Path
 from gpt2jax.config import Config, load_config
 from gpt2jax.errors import InputError
 
-CHECKPOINTS, CONFIG, TOKENIZER = "checkpoints", "config.yaml", "tokenizer"
+CHECKPOINTS, CONFIG, TOKENIZER, BASE = "checkpoints", "config.yaml", "tokenizer", "base"
 
 
 def is_checkpoint(path: str | Path) -> bool:

@@ -7,6 +7,7 @@ import functools
 import math
 import signal
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -15,17 +16,19 @@ from gpt2jax.config import Config, HostsConfig, to_yaml
 from gpt2jax.data import TokenData
 from gpt2jax.data.prefetch import Prefetch
 from gpt2jax.errors import InputError
-from gpt2jax.model.parameters import abstract_model, with_parameters
+from gpt2jax.model.lora import abstract_adapted, adapter_variables
 from gpt2jax.parallel import hosts
 from gpt2jax.parallel.mesh import place_rows
 from gpt2jax.tokenizer import Tokenizer
 from gpt2jax.training.checkpoint import Checkpoints
 from gpt2jax.training.evaluate import make_evaluate
+from gpt2jax.training.folder import finished_steps
+from gpt2jax.training.initial import initial_state, plain_model
 from gpt2jax.training.optimizer import make_optimizer, make_schedule
 from gpt2jax.training.report import Report, introduce, print_sample
 from gpt2jax.training.signals import Signals
 from gpt2jax.training.start import check_run, lay_out
-from gpt2jax.training.step import init_state, make_train_step, state_shardings
+from gpt2jax.training.step import make_train_step, state_shardings
 
 
 class RunFailed(RuntimeError):
@@ -62,13 +65,14 @@ def _train(config: Config) -> int:
 
 
 def _run(mesh: Mesh, config: Config, run_dir: Path, tokenizer: Tokenizer, splits: dict[str, TokenData], signals: Signals) -> int:
-    skeleton = abstract_model(config.model)
-    optimizer = make_optimizer(config.optimizer, config.train.steps, skeleton)
+    skeleton = abstract_adapted(config.model, config.lora)
+    trained: Any = adapter_variables(skeleton) or skeleton
+    optimizer = make_optimizer(config.optimizer, config.train.steps, trained)
     schedule = make_schedule(config.optimizer, config.train.steps)
-    shardings = state_shardings(config.model, optimizer, mesh)
+    shardings = state_shardings(config.model, optimizer, mesh, skeleton)
     step_function = make_train_step(
         config.model, optimizer, schedule, config.optimizer.learning_rate, config.train.seed, config.train.remat, shardings,
-        loss_chunk=config.train.loss_chunk, z_loss=config.train.z_loss, accumulation=config.train.accumulation,
+        loss_chunk=config.train.loss_chunk, z_loss=config.train.z_loss, accumulation=config.train.accumulation, skeleton=skeleton,
     )  # fmt: skip
     evaluate = make_evaluate(config, skeleton, mesh, tokenizer, splits["val"])
 
@@ -76,7 +80,7 @@ def _run(mesh: Mesh, config: Config, run_dir: Path, tokenizer: Tokenizer, splits
         lay_out(run_dir, config, tokenizer, splits["train"])
     hosts.wait("the run folder")
     checkpoints = Checkpoints(run_dir, config.checkpoint)
-    state = init_state(config.model, optimizer, config.train.seed, shardings)
+    state = initial_state(config, optimizer, shardings, run_dir, going_on=bool(finished_steps(run_dir)))
     restored = checkpoints.restore(state)
     state = restored or state
     step, steps = int(state.step), config.train.steps
@@ -109,6 +113,6 @@ def _run(mesh: Mesh, config: Config, run_dir: Path, tokenizer: Tokenizer, splits
     checkpoints.close()
     if signals.number:
         return 128 + signals.number
-    print_sample(config, with_parameters(skeleton, state.parameters), tokenizer)
+    print_sample(config, plain_model(config, state), tokenizer)
     print(f"\nThe run is in {run_dir}. Sample from it: python sample.py {run_dir} --prompt TEXT", flush=True)
     return 0

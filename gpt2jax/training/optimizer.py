@@ -42,7 +42,7 @@ def make_optimizer(config: OptimizerConfig, steps: int, model: GPT2) -> optax.Gr
     """Clipping by global norm, the update that `config.name` says, and with ema_decay an average of the weights (`averaged`).
 
     Weight decay is decoupled (Loshchilov & Hutter, arXiv:1711.05101), times the learning rate, and pulls on `decay_mask` alone. Works on
-    `named_parameters(model)`; `model` may be abstract.
+    `named_parameters(model)`; `model` may be abstract, and may be `adapter_variables` of one.
     """
     schedule = make_schedule(config, steps)
     update = OPTIMIZERS[config.name](config, lambda peak: lambda step: peak * schedule(step), model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ from gpt2jax.config import Config, to_yaml
 from gpt2jax.data import TokenData
 from gpt2jax.kernels.backends import describe
 from gpt2jax.model.gpt2 import GPT2, parameter_count
+from gpt2jax.model.lora import adapter_variables
 from gpt2jax.parallel import hosts
 from gpt2jax.parallel.mesh import rows_held
 from gpt2jax.tokenizer import Tokenizer
@@ -28,6 +30,8 @@ class Report:
         """For a run at `step`; what metrics.jsonl says of later ones is dropped."""
         devices = jax.devices()
         self._used = Utilisation.of(config.model, config.sequence_length, devices[0].device_kind, len(devices), config.train.peak_tflops)
+        if config.lora.rank is not None:
+            self._used = dataclasses.replace(self._used, peak=None)  # its FLOPs are those of training all weights
         self._batch_tokens = config.train.batch_size * config.sequence_length
         self._file = MetricsFile(run_dir / "metrics.jsonl", step) if hosts.is_first() else None
         self._view = ProgressView(config.train.steps, step, quiet=not hosts.is_first())
@@ -64,8 +68,11 @@ class Report:
 def introduce(config: Config, skeleton: GPT2, splits: dict[str, TokenData], run_dir: Path, resumed: int | None, mesh: Mesh) -> None:
     print(to_yaml(config))
     devices = jax.devices()
+    adapters = sum(leaf.size for leaf in adapter_variables(skeleton).values())
+    note = f"; lora trains {adapters:,} beside them" if adapters else ""
     print(
-        f"model: {parameter_count(skeleton):,} parameters; devices: {len(devices)} x {devices[0].device_kind}; {describe(config.model, config.sequence_length)}"
+        f"model: {parameter_count(skeleton) - adapters:,} parameters{note}; devices: {len(devices)} x {devices[0].device_kind}; "
+        f"{describe(config.model, config.sequence_length)}"
     )
     rows, axes = config.train.batch_size, " x ".join(f"{name}={size}" for name, size in mesh.shape.items() if size > 1)
     held = rows_held(rows, config.sequence_length, mesh)

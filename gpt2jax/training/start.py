@@ -15,25 +15,30 @@ from gpt2jax.kernels.backends import describe
 from gpt2jax.parallel.mesh import training_mesh
 from gpt2jax.tokenizer import Tokenizer, load_tokenizer
 from gpt2jax.training.folder import CONFIG, TOKENIZER, require_unused, saved_config, write_text
+from gpt2jax.training.initial import check_start
 from gpt2jax.training.step import check_accumulation
 
 #: What may change when a run goes on; everything else must be as it was, or the result would be neither run's.
 _MAY_CHANGE = {"train.steps", "train.log_every", "data.source", "data.verify", "data.val_fraction", "data.split_seed"}
 _MAY_CHANGE |= {"train.remat", "train.loss_chunk", "train.peak_tflops", "model.attention_backend"}  # other schedules of the same computation
 _MAY_CHANGE_SECTIONS = {"mesh", "hosts", "eval", "checkpoint", "run"}
+_MUST_STAY = {"run.init_from"}
 
 
 def check_run(config: Config) -> tuple[Config, dict[str, TokenData], Tokenizer, Mesh]:
     """What a run is made of; InputError for whatever is wrong with it, before anything is written."""
     run_dir = Path(config.run.dir)
     earlier = _check_run_dir(run_dir, config)
-    tokenizer = load_tokenizer(config.data.tokenizer)
+    kept = run_dir / TOKENIZER  # where the first one came from may be gone
+    tokenizer = load_tokenizer(str(kept) if earlier and config.run.init_from and kept.is_dir() else config.data.tokenizer)
     config = _fit_tokenizer(config, tokenizer)
     if earlier is not None:
         _check_same(earlier, config, run_dir)
         if earlier.train.steps != config.train.steps and config.optimizer.decay_steps is None:
             steps = f"{earlier.train.steps}, is {config.train.steps}"
             print(f"note: train.steps was {steps}: the learning rate's decay is stretched with it (see optimizer.decay_steps)")
+    else:
+        check_start(config, tokenizer)
     splits = _open_splits(config, tokenizer)
     _check_data(run_dir / "data.json", splits["train"], resume=earlier is not None)
     describe(config.model, config.sequence_length)
@@ -67,10 +72,15 @@ def _check_same(earlier: Config, config: Config, run_dir: Path) -> None:
         f"{section}.{key} was {before[section][key]!r}, is {value!r}"
         for section, values in now.items()
         for key, value in values.items()
-        if value != before[section][key] and section not in _MAY_CHANGE_SECTIONS and f"{section}.{key}" not in _MAY_CHANGE
+        if value != before[section][key] and not _may_change(section, key)
     ]
     if changed:
         raise InputError(f"cannot go on with {run_dir}: {'; '.join(changed)}; pass the earlier values, or start in another --run.dir")
+
+
+def _may_change(section: str, key: str) -> bool:
+    name = f"{section}.{key}"
+    return name not in _MUST_STAY and (section in _MAY_CHANGE_SECTIONS or name in _MAY_CHANGE)
 
 
 def _fit_tokenizer(config: Config, tokenizer: Tokenizer) -> Config:

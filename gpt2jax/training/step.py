@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from gpt2jax.config import Config, ModelConfig
 from gpt2jax.errors import InputError
 from gpt2jax.model.gpt2 import GPT2
+from gpt2jax.model.lora import adapter_variables
 from gpt2jax.model.parameters import abstract_model, named_parameters, with_parameters
 from gpt2jax.parallel.mesh import parameter_shardings, shardings_like
 from gpt2jax.parallel.table import TABLE, constrain
@@ -31,26 +32,41 @@ Batch = jax.Array | np.ndarray
 @dataclasses.dataclass(frozen=True)
 class TrainState:
     """All that a run carries from step to step: step int32 (optimizer steps done), parameters float32 by name, optimizer state. Data order and dropout follow
-    from the step and the seed alone."""
+    from the step and the seed alone. frozen: parameters of the model that are not trained."""
 
     step: jax.Array
     parameters: dict[str, jax.Array]
     optimizer: Any
+    frozen: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
 
 
-def state_shardings(config: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
-    """Where each array of the state lies: parameters as the table says, the optimizer's state of a parameter as the parameter."""
-    skeleton = abstract_model(config)
-    placed = parameter_shardings(skeleton, mesh)
-    optimizer_state = jax.eval_shape(optimizer.init, named_parameters(skeleton))
-    return TrainState(NamedSharding(mesh, PartitionSpec()), placed, shardings_like(optimizer_state, placed, mesh))  # type: ignore[arg-type]
+def state_shardings(config: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh, skeleton: GPT2 | None = None) -> TrainState:
+    """Where each array of the state lies: parameters as the table says, the optimizer's state of a parameter as the parameter. Of a `skeleton` with adapters
+    these alone are trained."""
+    skeleton = skeleton or abstract_model(config)
+    placed, leaves = parameter_shardings(skeleton, mesh), named_parameters(skeleton)
+    trained = adapter_variables(skeleton).keys() or leaves.keys()
+    optimizer_state = shardings_like(jax.eval_shape(optimizer.init, {name: leaves[name] for name in trained}), placed, mesh)
+    whole: Any = NamedSharding(mesh, PartitionSpec())
+    parameters, frozen = ({name: placed[name] for name in names} for names in (trained, leaves.keys() - trained))
+    return TrainState(whole, parameters, optimizer_state, frozen)  # type: ignore[arg-type]
 
 
-def init_state(config: ModelConfig, optimizer: optax.GradientTransformation, seed: int, shardings: TrainState | None = None) -> TrainState:
-    """The state before the first step; initial values depend on the seed alone. With shardings, each device makes its own part: none holds the whole."""
-    parameters = init_parameters(config, jax.random.key(seed), None if shardings is None else shardings.parameters)
+def init_state(
+    config: ModelConfig,
+    optimizer: optax.GradientTransformation,
+    seed: int,
+    shardings: TrainState | None = None,
+    *,
+    parameters: dict[str, jax.Array] | None = None,
+    frozen: dict[str, jax.Array] | None = None,
+) -> TrainState:
+    """The state before the first step; initial values depend on the seed alone, unless `parameters` are given. With shardings, each device makes its own part:
+    none holds the whole."""
+    if parameters is None:
+        parameters = init_parameters(config, jax.random.key(seed), None if shardings is None else shardings.parameters)
     optimizer_state = jax.jit(optimizer.init, out_shardings=None if shardings is None else shardings.optimizer)(parameters)
-    return TrainState(jax.device_put(jnp.int32(0), None if shardings is None else shardings.step), parameters, optimizer_state)
+    return TrainState(jax.device_put(jnp.int32(0), None if shardings is None else shardings.step), parameters, optimizer_state, frozen or {})
 
 
 def init_parameters(config: ModelConfig, key: jax.Array, shardings: Any = None) -> dict[str, jax.Array]:
@@ -72,15 +88,17 @@ def make_train_step(
     loss_chunk: int | None = None,
     z_loss: float = 0.0,
     accumulation: int = 1,
+    skeleton: GPT2 | None = None,
 ) -> Callable[[TrainState, Batch, Batch], tuple[TrainState, Metrics]]:
     """step(state, inputs, targets) -> (state, metrics): jitted, the old state donated; inputs and targets int32 [B, T].
 
     The batch is run in `accumulation` micro-batches, a divisor of B. Each target that counts has the same weight in the gradient, whichever micro-batch it is
     in (a mean of their means would give those of a short one more), and the schedule counts optimizer steps. loss_chunk and z_loss: see `summed_loss`.
+    skeleton: the abstract model that the state's parameters, trained and frozen, fill; None means config's.
     Metrics: loss (nats a target, without the z-loss), grad_norm (before clipping), lr, targets (those that count). InputError if the platform can't do `remat`.
     """
     _check_remat(remat)
-    skeleton = abstract_model(config)
+    skeleton = skeleton or abstract_model(config)
     dropped = config.embd_pdrop or config.attn_pdrop or config.resid_pdrop
 
     @functools.partial(jax.jit, donate_argnums=0, out_shardings=None if shardings is None else (shardings, None))
@@ -92,7 +110,7 @@ def make_train_step(
             """A micro-batch's share of the mean over the whole batch's targets, and its gradient."""
 
             def loss_of(parameters: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-                sums = summed_loss(with_parameters(skeleton, parameters), inputs_MT, targets_MT, key, remat, loss_chunk, z_loss)
+                sums = summed_loss(with_parameters(skeleton, {**state.frozen, **parameters}), inputs_MT, targets_MT, key, remat, loss_chunk, z_loss)
                 share, loss = (total / jnp.maximum(targets, 1) for total in sums)
                 return share, loss
 
@@ -113,7 +131,7 @@ def make_train_step(
             (loss, gradients), _ = jax.lax.scan(add, zeros, parts)
         updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.parameters)
         metrics = {"loss": loss, "grad_norm": optax.tree.norm(gradients), "lr": learning_rate * schedule(state.step), "targets": targets}
-        return TrainState(state.step + 1, optax.apply_updates(state.parameters, updates), optimizer_state), metrics
+        return TrainState(state.step + 1, optax.apply_updates(state.parameters, updates), optimizer_state, state.frozen), metrics
 
     return step
 
