@@ -201,13 +201,15 @@ def test_the_fingerprint_is_of_the_ids_and_the_tokenizer(tmp_path: Path) -> None
     assert fingerprint(verify=False) == first  # a run may go on with another data.verify
     fill(tmp_path, val=61)
     longer = fingerprint()
+    fill(tmp_path, train=510, val=50)  # the same ids, cut elsewhere
+    cut = fingerprint()
     fill(tmp_path)
     with (tmp_path / "train.bin").open("r+b") as file:
         file.seek(500)
         file.write(b"\1\1")
     changed = fingerprint()
     fill(tmp_path)
-    assert fingerprint() == first and len({first, longer, changed, fingerprint(WIDE_ENOUGH)}) == 4
+    assert fingerprint() == first and len({first, longer, cut, changed, fingerprint(WIDE_ENOUGH)}) == 5
 
 
 WIDE_ENOUGH = Tokenizer("other", {bytes([byte]): byte for byte in range(256)} | {b"th": 50_300}, {"<|end|>": 50_301}, eot=50_301)

@@ -133,7 +133,10 @@ def test_validation_leaves_out_a_source_that_has_run_out() -> None:
 def test_the_fingerprint_is_of_all_sources_and_weights() -> None:
     prints = {mixed(weights, sizes).fingerprint for weights, sizes in [(WEIGHTS, SIZES), ((0.6, 0.2, 0.2), SIZES), ((0.6, 0.3), SIZES[:2])]}
     assert len(prints) == 3
-    assert mixed((6, 3, 1)).fingerprint == mixed(WEIGHTS).fingerprint != mixed(seed=4, sizes=SIZES[::-1], weights=WEIGHTS[::-1]).fingerprint
+    assert mixed((6, 3, 1)).fingerprint == mixed(WEIGHTS, seed=4).fingerprint
+    one, other, third = (TokenSource([np.arange(50)], 50257, name) for name in "abc")
+    settings = {"sequence_length": T, "batch_size": B, "seed": 3}
+    assert len({TokenData(sources, (1, 2), **settings).fingerprint for sources in [(one, other), (other, one), (one, third)]}) == 3
 
 
 def test_a_mix_is_written_in_yaml_or_on_the_command_line(tmp_path: Path) -> None:

@@ -43,7 +43,8 @@ def test_two_steps_are_made_ahead_each_once() -> None:
         assert third.wait(60)  # before steps 1 and 2 are taken
         assert made == [0, 1, 2]
         assert [batches.take(step) for step in range(1, 6)] == [1, 2, 3, 4, 5]
-    assert made == list(range(6))  # none past `stop`
+        assert not batches._made  # nor is one past `stop` on its way
+    assert made == list(range(6))
 
 
 def test_an_error_is_raised_at_its_own_step() -> None:

@@ -52,12 +52,10 @@ def hf_texts(name: str, text_key: str) -> Iterator[str]:
         if text_key in (rows.column_names or []):
             rows = rows.select_columns([text_key])  # else pictures and sound beside the text would be decoded
         for number, row in enumerate(rows):
-            text = row.get(text_key, number)
-            if text is not None and not isinstance(text, str):
-                raise InputError(
-                    f"{name}: row {number} has no text under {text_key!r}; its keys are {', '.join(list(row)[:8])}; name the text's with --text-key"
-                )
-            yield text or ""
+            if text_key not in row or not isinstance(row[text_key], str | None):
+                keys = ", ".join(list(row)[:8])
+                raise InputError(f"{name}: row {number} has no text under {text_key!r}; its keys are {keys}; name the text's with --text-key")
+            yield row[text_key] or ""
     except InputError:
         raise
     except Exception as error:  # each of its readers and the network under them has errors of its own
