@@ -128,6 +128,10 @@ class EvalConfig:
 
     every: Annotated[Natural, "steps between validations; 0 means only at the end"] = 250
     sequences: Annotated[Count, "validation sequences used, from the start of the validation split"] = 64
+    hellaswag: Annotated[str | None, "HellaSwag's validation split as JSON lines: accuracy at each validation"] = None
+    hellaswag_form: Annotated[Literal["llm.c", "lm-eval"], "whose contexts, and lengths that acc_norm divides by: tokens, or characters"] = "llm.c"
+    lambada: Annotated[str | None, "LAMBADA's test split as JSON lines: accuracy and perplexity of last words at each validation"] = None
+    examples: Annotated[Count | None, "examples used of each of these files, from its start; none means all"] = None
 
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -148,6 +152,9 @@ class RunConfig:
     resume: Annotated[Literal["never", "auto"], "auto: go on from the newest checkpoint in run.dir, if there is one"] = "never"
     sample_prompt: Annotated[str | None, "text continued at the end of the run; none prints no sample"] = "\n"
     sample_tokens: Annotated[Count, "tokens of that sample"] = 256
+    sample_every: Annotated[Natural, "steps between further such samples; 0 means only the one at the end"] = 0
+    track: Annotated[Literal["none", "tensorboard", "wandb"], "also send metrics there (extras of the same names)"] = "none"
+    trace: Annotated[str | None, "steps that JAX's profiler writes to the run's trace/, as in 10-12"] = None
 
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -173,9 +180,20 @@ class Config:
         if (rows := self.train.batch_size) % (parts := self.train.accumulation):
             raise InputError(f"train.batch_size={rows} does not split into train.accumulation={parts} micro-batches; make it a multiple of {parts}")
 
+        if self.run.trace is not None and traced_steps(self.run.trace)[1] > self.train.steps:
+            raise InputError(f"run.trace={self.run.trace} goes past train.steps={self.train.steps}; name steps that the run takes")
+
     @property
     def sequence_length(self) -> int:
         return self.train.sequence_length or self.model.n_positions
+
+
+def traced_steps(text: str) -> tuple[int, int]:
+    """First and last step, counted from 1, of `run.trace`."""
+    match = re.fullmatch(r"(\d+)-(\d+)", text)
+    if not match or not 1 <= int(match[1]) <= int(match[2]):
+        raise InputError(f"run.trace={text} must be a first and a last step, as in 10-12; steps count from 1")
+    return int(match[1]), int(match[2])
 
 
 def load_config(path: str | Path | Sequence[str | Path] | None = None, overrides: Sequence[str] = ()) -> Config:

@@ -4,6 +4,7 @@ config.yaml              the resolved configuration
 tokenizer/               what `gpt2jax.tokenizer.load_tokenizer` reads back
 checkpoints/STEP/        Orbax: `parameters` (float32 by name); in a run also `optimizer`
 base/                    (a run with lora only) Orbax: the parameters that are not trained; checkpoints then hold the adapters alone
+tensorboard/, wandb_id, trace/   (a run only, if asked for) events, the id of its W&B run, a profile
 data.json, metrics.jsonl (a run only) the data's fingerprint; one JSON object a line
 """
 

@@ -21,14 +21,15 @@ from gpt2jax.parallel import hosts
 from gpt2jax.parallel.mesh import place_rows
 from gpt2jax.tokenizer import Tokenizer
 from gpt2jax.training.checkpoint import Checkpoints
-from gpt2jax.training.evaluate import make_evaluate
+from gpt2jax.training.evaluate import benchmarks, make_evaluate
 from gpt2jax.training.folder import finished_steps
 from gpt2jax.training.initial import initial_state, plain_model
 from gpt2jax.training.optimizer import make_optimizer, make_schedule
-from gpt2jax.training.report import Report, introduce, print_sample
+from gpt2jax.training.report import Report, introduce, sample_text
 from gpt2jax.training.signals import Signals
 from gpt2jax.training.start import check_run, lay_out
 from gpt2jax.training.step import make_train_step, state_shardings
+from gpt2jax.training.trace import Trace
 
 
 class RunFailed(RuntimeError):
@@ -53,6 +54,7 @@ def _train(config: Config) -> int:
     if hosts.any_of(int(failed is not None)):  # every process must hear of it, or the others would wait
         raise failed or InputError("another host could not start; its own message says why")
     facts = {"the config": to_yaml(dataclasses.replace(config, hosts=HostsConfig())), "the data": splits["train"].fingerprint}
+    facts["the benchmarks"] = repr([benchmark.rows for benchmark in benchmarks(config.eval, tokenizer)])
     hosts.agree({**facts, "the code": hosts.code_fingerprint()})
     try:
         with jax.set_mesh(mesh), Signals() as signals:
@@ -90,12 +92,14 @@ def _run(mesh: Mesh, config: Config, run_dir: Path, tokenizer: Tokenizer, splits
     def read(step: int) -> tuple[jax.Array, jax.Array]:
         return place_rows(functools.partial(splits["train"].batch, step), config.train.batch_size, config.sequence_length, mesh)
 
-    with Report(config, run_dir, step) as report, Prefetch(read, stop=steps) as batches:
+    with Report(config, run_dir, step) as report, Prefetch(read, stop=steps) as batches, Trace(config.run.trace, run_dir, step) as trace:
         if step > steps:
             raise InputError(f"{run_dir} is already at step {step}, past train.steps={steps}; raise train.steps")
         while step < steps and not signals.heard(step, config.train.log_every):
+            trace.before(step + 1)
             state, measured = step_function(state, *batches.take(step))
             step += 1
+            trace.after(step, state)
             report.advance(step)
             last = step == steps
             val = evaluate(state, signals) if last or (config.eval.every and step % config.eval.every == 0) else None
@@ -107,12 +111,15 @@ def _run(mesh: Mesh, config: Config, run_dir: Path, tokenizer: Tokenizer, splits
                 report.log(step, loss, norm, float(measured["lr"]), val)
             if last or (config.checkpoint.every and step % config.checkpoint.every == 0):
                 checkpoints.save(state, val["loss"] if val else None)
+            if config.run.sample_every and step % config.run.sample_every == 0 and not last:
+                report.say(sample_text(config, plain_model(config, state), tokenizer) or "")
         if signals.number:
             checkpoints.save(state)
             report.say(f"stopped by {signal.Signals(signals.number).name} at step {step}; checkpoint saved; go on with --run.resume=auto")
     checkpoints.close()
     if signals.number:
         return 128 + signals.number
-    print_sample(config, plain_model(config, state), tokenizer)
+    if text := sample_text(config, plain_model(config, state), tokenizer):
+        print(text)
     print(f"\nThe run is in {run_dir}. Sample from it: python sample.py {run_dir} --prompt TEXT", flush=True)
     return 0

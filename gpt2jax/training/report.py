@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from gpt2jax.analysis.evals import HELLASWAG, LAMBADA
 from gpt2jax.analysis.peak import Utilisation
 from gpt2jax.config import Config, to_yaml
 from gpt2jax.data import TokenData
@@ -21,6 +22,7 @@ from gpt2jax.parallel import hosts
 from gpt2jax.parallel.mesh import rows_held
 from gpt2jax.tokenizer import Tokenizer
 from gpt2jax.training.metrics import MetricsFile, ProgressView
+from gpt2jax.training.track import open_tracker
 
 
 class Report:
@@ -32,9 +34,11 @@ class Report:
         self._used = Utilisation.of(config.model, config.sequence_length, devices[0].device_kind, len(devices), config.train.peak_tflops)
         if config.lora.rank is not None:
             self._used = dataclasses.replace(self._used, peak=None)  # its FLOPs are those of training all weights
+        self._scores = [*(HELLASWAG if config.eval.hellaswag else ()), *(LAMBADA if config.eval.lambada else ())]
         self._batch_tokens = config.train.batch_size * config.sequence_length
         self._file = MetricsFile(run_dir / "metrics.jsonl", step) if hosts.is_first() else None
         self._view = ProgressView(config.train.steps, step, quiet=not hosts.is_first())
+        self._tracker = open_tracker(config, run_dir, step) if hosts.is_first() else None
         self._mark = (time.monotonic(), step)
         self.say, self.advance = self._view.say, self._view.advance
 
@@ -47,6 +51,8 @@ class Report:
         self._view.__exit__(*error)
         if self._file:
             self._file.close()
+        if self._tracker:
+            self._tracker.close()
 
     def log(self, step: int, loss: float, grad_norm: float, lr: float, val: dict[str, float] | None) -> None:
         now, (then, before) = time.monotonic(), self._mark
@@ -54,15 +60,19 @@ class Report:
         rate = self._batch_tokens * max(step - before, 1) / max(now - then, 1e-9)
         mfu, causal_mfu = self._used.at(rate)
         if self._file:
-            self._file.write(
+            values = dict(
                 step=step, tokens=step * self._batch_tokens, loss=loss, val_loss=val["loss"] if val else None, lr=lr, grad_norm=grad_norm,
                 tokens_per_s=round(rate, 1), val_bits_per_byte=val["bits_per_byte"] if val else None, mfu=mfu, causal_mfu=causal_mfu,
-                memory_bytes=_peak_memory(),
+                memory_bytes=_peak_memory(), **{name: (val or {}).get(name) for name in self._scores},
             )  # fmt: skip
+            self._file.write(**values)
+            if self._tracker:
+                self._tracker.log(values)
         note = f"loss {loss:.4f}  {rate:,.0f} tokens/s"
         self._view.show(step, note if mfu is None else f"{note}  MFU {mfu:.1%} (causal {causal_mfu:.1%})")
         if val:
-            self.say(f"step {step}: val_loss {val['loss']:.4f} ({val['bits_per_byte']:.3f} bits a byte), {self._batch_tokens * step:,} tokens")
+            scores = "".join(f", {name} {val[name]:.4g}" for name in self._scores)
+            self.say(f"step {step}: val_loss {val['loss']:.4f} ({val['bits_per_byte']:.3f} bits a byte){scores}, {self._batch_tokens * step:,} tokens")
 
 
 def introduce(config: Config, skeleton: GPT2, splits: dict[str, TokenData], run_dir: Path, resumed: int | None, mesh: Mesh) -> None:
@@ -88,19 +98,19 @@ def introduce(config: Config, skeleton: GPT2, splits: dict[str, TokenData], run_
     print(flush=True)
 
 
-def print_sample(config: Config, model: GPT2, tokenizer: Tokenizer) -> None:
+def sample_text(config: Config, model: GPT2, tokenizer: Tokenizer) -> str | None:
+    """The text that run.sample_prompt asks for, under a line that says what it is; None if it asks for none."""
     if config.run.sample_prompt is None or jax.process_count() > 1:  # decoding runs in one process
-        return
+        return None
     from gpt2jax.decoding.generate import generate
 
     new = config.run.sample_tokens
     if config.model.context is not None:
         new = min(new, config.model.context + 1 - max(len(tokenizer.encode(config.run.sample_prompt)), 1))
     if new < 1:
-        return
+        return None
     [result] = generate(model, [config.run.sample_prompt], tokenizer=tokenizer, max_new_tokens=new, temperature=0.6, seed=config.train.seed)
-    print(f"--- a sample of the trained model (temperature 0.6, seed {config.train.seed}) ---")
-    print(f"{config.run.sample_prompt}{result.text}", flush=True)
+    return f"--- a sample of the trained model (temperature 0.6, seed {config.train.seed}) ---\n{config.run.sample_prompt}{result.text}"
 
 
 def _peak_memory() -> int | None:

@@ -12,11 +12,14 @@ from gpt2jax.config import Config, to_tree, to_yaml
 from gpt2jax.data import TokenData, open_splits
 from gpt2jax.errors import InputError
 from gpt2jax.kernels.backends import describe
+from gpt2jax.parallel import hosts
 from gpt2jax.parallel.mesh import training_mesh
 from gpt2jax.tokenizer import Tokenizer, load_tokenizer
+from gpt2jax.training.evaluate import benchmarks
 from gpt2jax.training.folder import CONFIG, TOKENIZER, require_unused, saved_config, write_text
 from gpt2jax.training.initial import check_start
 from gpt2jax.training.step import check_accumulation
+from gpt2jax.training.track import check_tracker
 
 #: What may change when a run goes on; everything else must be as it was, or the result would be neither run's.
 _MAY_CHANGE = {"train.steps", "train.log_every", "data.source", "data.verify", "data.val_fraction", "data.split_seed"}
@@ -41,6 +44,9 @@ def check_run(config: Config) -> tuple[Config, dict[str, TokenData], Tokenizer, 
         check_start(config, tokenizer)
     splits = _open_splits(config, tokenizer)
     _check_data(run_dir / "data.json", splits["train"], resume=earlier is not None)
+    benchmarks(config.eval, tokenizer)
+    if hosts.is_first():
+        check_tracker(config.run.track)
     describe(config.model, config.sequence_length)
     mesh = training_mesh(config)
     check_accumulation(config, mesh)
