@@ -40,6 +40,24 @@ def test_plot_draws_one_or_many_runs(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "both.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_plot_draws_what_only_some_runs_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A panel for each, with the points that are there; an older run lacks the keys."""
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    _write(tmp_path / "a" / "metrics.jsonl", range(1, 8))
+    lines = [dict(line, mfu=None, lambada_acc=line["step"] / 10 if line["step"] % 3 == 0 else None) for line in read_metrics(tmp_path / "a" / "metrics.jsonl")]
+    (tmp_path / "b" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    monkeypatch.setattr(pyplot, "close", lambda figure: None)
+    plot_runs([tmp_path / "a", tmp_path / "b"], tmp_path / "out.png")
+    axes = pyplot.gcf().axes
+    assert [axis.get_ylabel() for axis in axes] == ["loss (nats a token)", "learning rate", "gradient norm", "tokens/s", "LAMBADA acc"]
+    older, newer = axes[-1].get_lines()
+    assert not len(older.get_xdata()) and list(newer.get_xdata()) == [3, 6] and list(newer.get_ydata()) == [0.3, 0.6]
+    monkeypatch.undo()
+    pyplot.close("all")
+
+
 def test_a_folder_without_metrics_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="holds no metrics.jsonl"):
         plot_runs([tmp_path], tmp_path / "out.png")

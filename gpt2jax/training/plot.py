@@ -10,11 +10,18 @@ from gpt2jax.errors import InputError
 from gpt2jax.training.metrics import read_metrics
 
 #: (key in metrics.jsonl, label of the axis, logarithmic)
-_PANELS = (("loss", "loss (nats a token)", False), ("lr", "learning rate", False), ("grad_norm", "gradient norm", True), ("tokens_per_s", "tokens/s", False))
+_PANELS = [("loss", "loss (nats a token)", False), ("lr", "learning rate", False), ("grad_norm", "gradient norm", True), ("tokens_per_s", "tokens/s", False)]
+#: Drawn where a run has them.
+_MORE = [
+    ("mfu", "MFU", False),
+    ("hellaswag_acc_norm", "HellaSwag acc_norm", False),
+    ("lambada_acc", "LAMBADA acc", False),
+    ("lambada_ppl", "LAMBADA ppl", True),
+]
 
 
 def plot_runs(run_dirs: list[Path], out: Path) -> None:
-    """Draw loss (training and validation), learning rate, gradient norm and throughput against steps. InputError for a folder without metrics."""
+    """Draw loss (training and validation), learning rate, gradient norm, throughput, and what else the runs measured, against steps. InputError for a folder without metrics."""
     runs = {}
     for run_dir in run_dirs:
         lines = read_metrics(run_dir / "metrics.jsonl")
@@ -28,8 +35,12 @@ def plot_runs(run_dirs: list[Path], out: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(2, 2, figsize=(11, 7), layout="constrained")
-    for axis, (key, label, logarithmic) in zip(axes.flat, _PANELS, strict=True):
+    panels = _PANELS + [panel for panel in _MORE if any(_curve(lines, panel[0])[0] for lines in runs.values())]
+    rows = math.ceil(len(panels) / 2)
+    figure, axes = pyplot.subplots(rows, 2, figsize=(11, 3.5 * rows), layout="constrained")
+    for axis in axes.flat[len(panels) :]:
+        axis.remove()
+    for axis, (key, label, logarithmic) in zip(axes.flat, panels, strict=False):
         for number, (name, lines) in enumerate(runs.items()):
             axis.plot(*_curve(lines, key), color=f"C{number}", linewidth=1, alpha=0.6 if key == "loss" else 1.0, label=name)
             if key == "loss":
@@ -44,5 +55,5 @@ def plot_runs(run_dirs: list[Path], out: Path) -> None:
 
 
 def _curve(lines: list[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
-    points = [(line["step"], line[key]) for line in lines if line[key] is not None and math.isfinite(line[key])]
+    points = [(line["step"], line[key]) for line in lines if line.get(key) is not None and math.isfinite(line[key])]
     return [step for step, _ in points], [value for _, value in points]
