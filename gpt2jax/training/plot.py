@@ -21,7 +21,10 @@ _MORE = [
 
 
 def plot_runs(run_dirs: list[Path], out: Path) -> None:
-    """Draw loss (training and validation), learning rate, gradient norm, throughput, and what else the runs measured, against steps. InputError for a folder without metrics."""
+    """Draw loss (training and validation), learning rate, gradient norm, throughput, and what else the runs measured, against steps.
+
+    InputError for a folder without metrics.
+    """
     runs = {}
     for run_dir in run_dirs:
         lines = read_metrics(run_dir / "metrics.jsonl")
