@@ -138,9 +138,25 @@ class EvalConfig:
 class CheckpointConfig:
     """What is kept of a run."""
 
+    dir: Annotated[str | None, "folder, or gs:// or s3:// URL, that holds the checkpoints of this run alone; none means RUN/checkpoints"] = None
     every: Annotated[Natural, "steps between checkpoints; 0 means only at the end"] = 250
+    every_minutes: Annotated[Positive | None, "also one at the first line of metrics so many minutes after the last; none means by steps alone"] = None
     keep: Annotated[Count, "newest checkpoints kept"] = 2
     keep_best: Annotated[bool, "also keep the checkpoint of the lowest val_loss"] = True
+    keep_every_minutes: Annotated[Positive | None, "also keep the first, and always the next that is so many minutes younger; none means no others"] = None
+
+
+@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=STRICT)
+class GuardConfig:
+    """What happens at a step whose loss or gradient norm is far above its running mean, or not finite. A step that is not finite is never applied."""
+
+    action: Annotated[
+        Literal["none", "skip", "stop"], "skip: leave parameters and optimizer as they were and go on; stop: end the run; none: only what is not finite ends it"
+    ] = "none"
+    threshold: Annotated[Positive, "standard deviations above the mean from which on a step is a spike"] = 6.0
+    warmup: Annotated[Count, "steps before a step can be one"] = 100
+    decay: Annotated[Probability, "weight of the past in mean and variance, at each step"] = 0.99
+    patience: Annotated[Count, "skip: so many steps in a row end the run"] = 10
 
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -170,6 +186,7 @@ class Config:
     lora: LoraConfig = Field(default_factory=LoraConfig)
     eval: EvalConfig = Field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    guard: GuardConfig = Field(default_factory=GuardConfig)
     run: RunConfig = Field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
@@ -362,6 +379,7 @@ def _section_type(section: str) -> Any:
         "lora": LoraConfig,
         "eval": EvalConfig,
         "checkpoint": CheckpointConfig,
+        "guard": GuardConfig,
         "run": RunConfig,
     }[section]
 

@@ -1,5 +1,9 @@
-"""The one exception for what a user can mend: bad input, a missing file, a setting that cannot work."""
+"""The exceptions that a command reports in one line."""
 
 
 class InputError(ValueError):
     """Bad input. The message is one line that names the value, the limit and the way out; the command prints it and exits with status 2."""
+
+
+class RunFailed(RuntimeError):
+    """A run cannot go on. The message is one line; the command prints it and exits with status 1."""

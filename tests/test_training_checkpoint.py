@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import shutil
+import subprocess
+import sys
+import types
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +26,12 @@ from gpt2jax.model.parameters import abstract_model, named_parameters
 from gpt2jax.tokenizer import load_tokenizer
 from gpt2jax.training.checkpoint import Checkpoints, load_model, save_model
 from gpt2jax.training.folder import CONFIG as CONFIG_FILE
-from gpt2jax.training.folder import is_checkpoint
+from gpt2jax.training.folder import checkpoint_folder, is_checkpoint
+from gpt2jax.training.guard import Guard
 from gpt2jax.training.optimizer import make_optimizer, make_schedule
 from gpt2jax.training.step import TrainState, init_state, make_train_step
 
+ROOT = Path(__file__).parent.parent
 CONFIG = ModelConfig(vocab_size=257, n_positions=9, n_layer=2, n_head=2, n_embd=6, eos_token_id=256)
 OPTIMIZER = make_optimizer(OptimizerConfig(), 9, abstract_model(CONFIG))
 
@@ -86,6 +95,274 @@ def test_without_keep_best_only_the_newest_are_kept(tmp_path: Path) -> None:
         checkpoints.save(_state(step), loss)
     checkpoints.close()
     assert _steps(tmp_path) == [3]
+
+
+def test_what_is_kept_by_time_and_what_was_best_outlive_the_process(tmp_path: Path) -> None:
+    """Saves 4 minutes apart, by two processes of one clock: the newest, the best, and those that are 10 minutes younger than the one kept before them."""
+    clock = [0.0]
+    for steps in (range(1, 5), range(5, 9)):
+        checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=1, keep_every_minutes=10), clock=lambda: clock[0])
+        for step in steps:
+            clock[0] += 240
+            checkpoints.save(_small(step), 1.0 if step == 2 else 2.0)
+        checkpoints.close()
+    assert _steps(tmp_path) == [1, 2, 4, 7, 8]
+
+
+def test_a_save_is_overdue_by_the_clock_since_the_last(tmp_path: Path) -> None:
+    clock = [100.0]
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(every_minutes=1.5), clock=lambda: clock[0])
+    assert not checkpoints.overdue()
+    clock[0] += 90
+    assert checkpoints.overdue()
+    checkpoints.save(_small(1))
+    assert not checkpoints.overdue()
+    clock[0] += 89
+    assert not checkpoints.overdue()
+    clock[0] += 1
+    assert checkpoints.overdue()
+    checkpoints.close()
+    assert not Checkpoints(tmp_path, CheckpointConfig(), clock=lambda: clock[0] + 1e6).overdue()
+
+
+def _small(step: int, value: float = 1.0, shape: tuple[int, ...] = (3, 5), dtype: str = "float32") -> TrainState:
+    """A state of few and small arrays: quick to save, and whole to see."""
+    parameters = {"a": jnp.full(shape, value * step, dtype), "b": jnp.arange(7.0) + step}
+    return TrainState(jnp.int32(step), parameters, ({"count": jnp.int32(step)}, (), jnp.full(4, -value * step)))
+
+
+def _save(run_dir: Path, *states: TrainState) -> None:
+    checkpoints = Checkpoints(run_dir, CheckpointConfig(keep=9))
+    for state in states:
+        checkpoints.save(state)
+    checkpoints.close()
+
+
+DAMAGE: dict[str, Callable[[Path], Any]] = {
+    "missing": lambda file: file.unlink(),
+    "cut": lambda file: file.write_bytes(file.read_bytes()[: file.stat().st_size // 2]),
+    "empty": lambda file: file.write_bytes(b""),
+    "garbage": lambda file: file.write_bytes(b"\x7f{" * (file.stat().st_size // 2 + 1)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:passed over")
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_whatever_file_is_damaged_the_state_is_the_newest_or_an_older_one_and_never_another(tmp_path: Path, damage: str) -> None:
+    """Each file of a checkpoint in turn. What is passed over is set aside, and its step can be saved again."""
+    _save(tmp_path / "good", _small(1), _small(2))
+    names = sorted(str(path.relative_to(tmp_path / "good")) for path in (tmp_path / "good" / "checkpoints" / "2").rglob("*") if path.is_file())
+    assert len(names) > 20
+    passed = 0
+    for i, name in enumerate(names):
+        run_dir = tmp_path / str(i)
+        shutil.copytree(tmp_path / "good", run_dir)
+        DAMAGE[damage](run_dir / name)
+        checkpoints = Checkpoints(run_dir, CheckpointConfig())
+        restored = checkpoints.restore(_small(0))
+        assert restored is not None
+        _assert_equal(restored, _small(int(restored.step)))
+        if int(restored.step) == 1:
+            passed += 1
+            assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["1", "broken-2"]
+            checkpoints.save(_small(2, 3.0))
+            checkpoints.close()
+            again = Checkpoints(run_dir, CheckpointConfig()).restore(_small(0))
+            assert again is not None
+            _assert_equal(again, _small(2, 3.0))
+        else:
+            assert int(restored.step) == 2
+    assert passed >= (4 if damage == "missing" else 6)
+
+
+@pytest.mark.parametrize(
+    ("newest", "words"),
+    [
+        (_small(2, shape=(4, 5)), r"checkpoints/2: parameters a is float32\[4, 5\], and the run's is float32\[3, 5\]"),
+        (_small(2, dtype="bfloat16"), r"checkpoints/2: parameters a is bfloat16\[3, 5\], and the run's is float32\[3, 5\]"),
+        (TrainState(jnp.int32(2), {"a": jnp.ones((3, 5))}, _small(2).optimizer), r"checkpoints/2: parameters b is missing, and"),
+        (TrainState(jnp.int32(2), {**_small(2).parameters, "c": jnp.ones(1)}, _small(2).optimizer), r"parameters c is float32\[1\], and the run's is missing"),
+    ],
+    ids=["shape", "dtype", "missing", "left-over"],
+)
+def test_arrays_that_do_not_fit_are_passed_over_by_name(tmp_path: Path, newest: TrainState, words: str) -> None:
+    _save(tmp_path, _small(1), newest)
+    with pytest.warns(UserWarning, match=words):
+        restored = Checkpoints(tmp_path, CheckpointConfig()).restore(_small(0))
+    assert restored is not None
+    _assert_equal(restored, _small(1))
+
+
+@pytest.mark.filterwarnings("ignore:passed over")
+def test_with_no_whole_checkpoint_nothing_is_touched(tmp_path: Path) -> None:
+    _save(tmp_path, _small(1), _small(2))
+    for step in "12":
+        (tmp_path / "checkpoints" / step / "optimizer" / "_METADATA").unlink()
+    before = sorted((path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*"))
+    with pytest.raises(InputError, match=r"no checkpoint in .* is whole \(steps 2, 1\); put a copy in its place, or begin anew in another --run.dir"):
+        Checkpoints(tmp_path, CheckpointConfig()).restore(_small(0))
+    assert sorted((path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*")) == before
+
+
+def test_a_checkpoint_without_a_guard_restores_with_and_without_one(tmp_path: Path) -> None:
+    """As checkpoints of before there were guards and facts."""
+    _save(tmp_path, _small(1))
+    shutil.rmtree(tmp_path / "checkpoints" / "1" / "facts")
+    plain = Checkpoints(tmp_path, CheckpointConfig()).restore(_small(0))
+    assert plain is not None
+    _assert_equal(plain, _small(1))
+    guarded = Checkpoints(tmp_path, CheckpointConfig()).restore(dataclasses.replace(_small(0), guard=Guard.start()))
+    assert guarded is not None
+    _assert_equal(guarded, dataclasses.replace(_small(1), guard=Guard.start()))
+    moved = dataclasses.replace(_small(2), guard=Guard(jnp.array([1.5, 2.5]), jnp.array([0.5, 0.1]), jnp.int32(7), jnp.int32(2), jnp.int32(1)))
+    _save(tmp_path, moved)
+    again = Checkpoints(tmp_path, CheckpointConfig()).restore(dataclasses.replace(_small(0), guard=Guard.start()))
+    assert again is not None
+    _assert_equal(again, moved)
+
+
+#: On 8 devices: 3 steps with fsdp=8, saved; restored with data=4 x tensor=2, saved; restored on one. No device may hold more than its part meanwhile, and no
+#: second state may be there. In the end on 8 again, and one step more, whose old state must be gone.
+MESHES = """
+import sys, jax, numpy as np
+from pathlib import Path
+from gpt2jax.config import CheckpointConfig, Config, GuardConfig, MeshConfig, ModelConfig, OptimizerConfig, TrainConfig
+from gpt2jax.model.parameters import abstract_model
+from gpt2jax.parallel.mesh import place_rows, training_mesh
+from gpt2jax.training.checkpoint import Checkpoints
+from gpt2jax.training.optimizer import make_optimizer, make_schedule
+from gpt2jax.training.step import abstract_state, init_state, make_train_step, state_shardings
+
+model = ModelConfig(vocab_size=64, vocab_multiple=8, n_positions=16, n_layer=2, n_head=4, n_embd=64, position="rope")
+optimizer_config, guard = OptimizerConfig(ema_decay=0.9), GuardConfig(action="skip")
+optimizer, skeleton = make_optimizer(optimizer_config, 20, abstract_model(model)), abstract_model(model)
+tokens = np.random.default_rng(0).integers(0, 64, (8, 17)).astype(np.int32)
+
+def held():
+    most = {}
+    for array in jax.live_arrays():
+        for part in array.addressable_shards:
+            most[part.device] = most.get(part.device, 0) + part.data.nbytes
+    return max(most.values())
+
+def on(**sizes):
+    mesh = training_mesh(Config(model=model, mesh=MeshConfig(**sizes), train=TrainConfig(batch_size=8)))
+    return mesh, state_shardings(model, optimizer, mesh, guarded=True)
+
+def one():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1, 1, 1), ("data", "fsdp", "expert", "sequence", "tensor"))
+    return mesh, state_shardings(model, optimizer, mesh, guarded=True)
+
+def step_on(mesh, shardings, state):
+    step = make_train_step(model, optimizer, make_schedule(optimizer_config, 20), 0.01, 0, "none", shardings, guard=guard)
+    return step(state, *place_rows(lambda rows: (tokens[rows, :-1], tokens[rows, 1:]), 8, 16, mesh))[0]
+
+def numbers(state):
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(state)}
+
+root = Path(sys.argv[1])
+mesh, shardings = on(data=1, fsdp=8)
+with jax.set_mesh(mesh):
+    state = init_state(model, optimizer, 0, shardings)
+    fresh = held()
+    for _ in range(3):
+        state = step_on(mesh, shardings, state)
+    checkpoints = Checkpoints(root / "0", CheckpointConfig())
+    checkpoints.save(state)
+    checkpoints.close()
+    want, whole = numbers(state), sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+assert fresh < whole / 5 and len(want) > 40, (fresh, whole)
+del state
+for i, (mesh, shardings) in enumerate([on(data=4, tensor=2), one(), on(data=1, fsdp=8)]):
+    with jax.set_mesh(mesh):
+        before = held() if jax.live_arrays() else 0
+        state = Checkpoints(root / str(i), CheckpointConfig()).restore(abstract_state(optimizer, shardings, skeleton))
+        parts = zip(jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True)
+        part = sum(int(np.prod(place.shard_shape(leaf.shape))) * leaf.dtype.itemsize for leaf, place in parts)
+        assert held() - before <= part, (i, held(), before, part)
+        got = numbers(state)
+        assert got.keys() == want.keys()
+        for name, value in want.items():
+            assert value.dtype == got[name].dtype
+            np.testing.assert_array_equal(got[name], value, err_msg=f"{i} {name}")
+        for leaf, place in zip(jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True):
+            assert leaf.sharding.is_equivalent_to(place, leaf.ndim), (leaf.sharding, place)
+        checkpoints = Checkpoints(root / str(i + 1), CheckpointConfig())
+        checkpoints.save(state)
+        checkpoints.close()
+        if i == 2:
+            assert held() - before <= fresh, "as much as a fresh start"
+            old = jax.tree.leaves(state)
+            state = step_on(mesh, shardings, state)
+            jax.block_until_ready(state)
+            assert all(leaf.is_deleted() for leaf in old if leaf.ndim), "what was restored is donated as any other state"
+    del state
+"""
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_one_mesh_restores_on_another_and_no_device_holds_more_than_its_part(tmp_path: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", MESHES, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, env={**os.environ, "JAX_NUM_CPU_DEVICES": "8"}
+    )
+    assert result.returncode == 0, result.stderr
+
+
+#: Saves steps 1, 2, ... under a limit on the size of files that only the small checkpoint of step 1 keeps; the report comes at a later step, not at the end.
+FULL = """
+import resource, sys, time, jax.numpy as jnp
+from pathlib import Path
+from gpt2jax.config import CheckpointConfig
+from gpt2jax.errors import RunFailed
+from gpt2jax.training.checkpoint import Checkpoints
+from gpt2jax.training.step import TrainState
+state = lambda step, size: TrainState(jnp.int32(step), {"a": jnp.sin(jnp.arange(size, dtype=jnp.float32))}, {"count": jnp.int32(step)})
+checkpoints = Checkpoints(Path(sys.argv[1]), CheckpointConfig(keep=1))
+checkpoints.save(state(1, 9))
+checkpoints._manager.wait_until_finished()
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+try:
+    checkpoints.save(state(2, 99_999))
+    while True:
+        checkpoints.check()
+except RunFailed as error:
+    print(error)
+"""
+
+
+def test_a_full_disk_is_reported_while_the_run_goes_on_and_the_earlier_checkpoint_stays(tmp_path: Path) -> None:
+    result = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert result.stdout.startswith(f"cannot save a checkpoint in {tmp_path / 'checkpoints'}: "), result.stderr
+    assert "File too large" in result.stdout and "go on with --run.resume=auto" in result.stdout and len(result.stdout.splitlines()) == 1
+    assert _steps(tmp_path) == [1]
+    restored = Checkpoints(tmp_path, CheckpointConfig()).restore(TrainState(jnp.int32(0), {"a": jnp.zeros(9)}, {"count": jnp.int32(0)}))
+    assert restored is not None and int(restored.step) == 1
+
+
+def test_checkpoints_may_lie_elsewhere(tmp_path: Path) -> None:
+    """As a run's folder names it: what loads a model follows, by run and by step."""
+    save_model(tmp_path / "run", GPT2(CONFIG, jax.random.key(1)), load_tokenizer("bytes"))
+    (tmp_path / "run" / "checkpoints").rename(tmp_path / "elsewhere")
+    config = tmp_path / "run" / CONFIG_FILE
+    assert not is_checkpoint(tmp_path / "run")
+    config.write_text(config.read_text() + f"checkpoint: {{dir: {tmp_path / 'elsewhere'}}}\n")
+    for path in (tmp_path / "run", tmp_path / "run" / "checkpoints" / "0"):
+        assert is_checkpoint(path)
+        np.testing.assert_array_equal(named_parameters(load_model(path)[0])["token_table"], GPT2(CONFIG, jax.random.key(1)).token_table[...])
+
+
+def test_urls_are_taken_as_they_are_if_their_package_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.util
+
+    with pytest.raises(InputError, match="checkpoint.dir=ftp://host/x is a kind of URL that is not known; give gs://BUCKET/FOLDER, s3://"):
+        checkpoint_folder(tmp_path, "ftp://host/x")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for where, package in (("gs://bucket/run", "gcsfs"), ("s3://bucket/run", "s3fs")):
+        with pytest.raises(InputError, match=f"checkpoint.dir={where} needs the package {package}; pip install {package}, or give a folder"):
+            checkpoint_folder(tmp_path, where)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: types.SimpleNamespace())
+    for where in ("gs://bucket/run", "s3://bucket/run"):
+        assert str(checkpoint_folder(tmp_path, where) / "3") == f"{where}/3"
 
 
 def test_an_unfinished_checkpoint_is_passed_over(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -23,7 +25,7 @@ from gpt2jax.training.optimizer import make_optimizer
 from gpt2jax.training.step import init_state
 
 ROOT = Path(__file__).parent.parent
-KEYS = ["step", "tokens", "loss", "val_loss", "lr", "grad_norm", "tokens_per_s", "val_bits_per_byte", "mfu", "causal_mfu", "memory_bytes"]
+KEYS = ["step", "tokens", "loss", "val_loss", "lr", "grad_norm", "tokens_per_s", "val_bits_per_byte", "mfu", "causal_mfu", "memory_bytes", "skipped"]
 
 
 def _run(options: list[str], *more: str) -> int:
@@ -185,18 +187,98 @@ def test_what_cannot_work_is_refused_before_anything_is_written(tiny_options: li
     assert not (tmp_path / "run").exists()
 
 
-def test_a_loss_that_is_no_number_ends_the_run_and_names_the_step(tiny_options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    real = loop.make_train_step
+#: Forks a run, as often as it is told, from a process that has imported everything: a start then costs little. A thread of the run sends a signal to its own
+#: process at a random moment between laying out and the end. One JSON line in (options, signal or 0, share of the time that a run takes), one exit status out.
+_FORKING = """
+import json, os, signal, sys, threading, time
+import orbax.checkpoint, rich.progress, gpt2jax.decoding.generate, gpt2jax.convert.tensors
+from gpt2jax.cli import main
+from gpt2jax.training import loop
+real, took = loop._run, 0.0
+for line in sys.stdin:
+    options, number, share = json.loads(line)
+    come, go = os.pipe()
+    if (child := os.fork()) == 0:
+        def run(*arguments):
+            began = time.monotonic()
+            if number:
+                threading.Thread(target=lambda: (time.sleep(share * took), os.kill(os.getpid(), number)), daemon=True).start()
+            status = real(*arguments)
+            os.write(go, str(time.monotonic() - began).encode())
+            return status
+        loop._run = run
+        sys.stdout = open(os.devnull, "w")
+        sys.argv = ["gpt2jax", "train", os.devnull, *options]
+        try:
+            status = main()
+        except BaseException:
+            import traceback
+            traceback.print_exc()
+            status = 99
+        threading._shutdown()
+        os._exit(status)
+    _, ended = os.waitpid(child, 0)
+    os.close(go)
+    took = float(os.read(come, 99) or took) if not number else took
+    print(os.waitstatus_to_exitcode(ended), flush=True)
+"""
 
-    def broken(*arguments: object, **options: object):
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "default"), [(signal.SIGKILL, 3), (signal.SIGTERM, 2)])
+def test_signals_at_random_moments_lose_nothing(dropout_options: list[str], tmp_path: Path, number: signal.Signals, default: int) -> None:
+    """Killed or stopped as often as GPT2JAX_SIGKILL or GPT2JAX_SIGTERM says, and resumed each time: in the end all is as in the run that nothing disturbed."""
+    wanted, chance = int(os.environ.get(f"GPT2JAX_{number.name}", default)), random.Random(0)
+    options = [*dropout_options, "--train.steps=30", "--checkpoint.every=2", "--run.sample_prompt=a", "--run.sample_tokens=3", "--optimizer.ema_decay=0.9"]
+    process = subprocess.Popen([sys.executable, "-c", _FORKING], cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdin is not None and process.stdout is not None
+
+    def run(folder: str, number: int, share: float) -> int:
+        process.stdin.write(json.dumps([[*options, "--run.resume=auto", f"--run.dir={tmp_path / folder}"], number, share]) + "\n")
+        process.stdin.flush()
+        return int(process.stdout.readline())
+
+    assert [run("compiles", 0, 0), run("straight", 0, 0)] == [0, 0]
+    struck, finished = 0, 0
+    while struck < wanted:
+        status = run(f"struck-{finished}", number, chance.random())
+        assert status in (0, -number if number == signal.SIGKILL else 128 + number)
+        struck += status != 0
+        finished += status == 0
+    assert run(f"struck-{finished}", 0, 0) == 0
+    process.stdin.close()
+    assert process.wait() == 0
+    for i in range(finished + 1):
+        _assert_same_run(tmp_path / f"struck-{i}", tmp_path / "straight")
+    print(f"{struck} times {number.name}; {finished + 1} runs reached their end")
+
+
+@pytest.mark.parametrize("log_every", [1, 5])
+def test_what_is_not_finite_is_never_applied_and_its_step_layer_and_rows_are_named(
+    tiny_options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log_every: int
+) -> None:
+    """A weight of block 1 that is spoilt before step 3, looked at some steps later."""
+    real, seen = loop.make_train_step, {}
+
+    def spoilt(*arguments: object, **options: object):
         step = real(*arguments, **options)  # type: ignore[arg-type]
 
         def run(state, inputs, targets):
+            if int(state.step) == 2:
+                bad = state.parameters["blocks.mlp.up.w"].at[1].set(np.nan)
+                state = dataclasses.replace(state, parameters={**state.parameters, "blocks.mlp.up.w": bad})
+                seen["before"] = {name: np.asarray(leaf) for name, leaf in state.parameters.items()}
             state, metrics = step(state, inputs, targets)
-            return state, {**metrics, "loss": metrics["loss"] * (np.nan if int(state.step) == 3 else 1)}
+            seen["after"] = state.parameters
+            return state, metrics
 
         return run
 
-    monkeypatch.setattr(loop, "make_train_step", broken)
-    with pytest.raises(RunFailed, match="step 3"):
-        _run(tiny_options)
+    monkeypatch.setattr(loop, "make_train_step", spoilt)
+    with pytest.raises(
+        RunFailed, match=r"loss=nan, grad_norm=nan at step 3: before the step blocks.mlp.up.w of block 1 is not finite; .*block 1's mlp; .*5 of .*5 rows"
+    ):
+        _run(tiny_options, f"--train.log_every={log_every}", "--checkpoint.every=50")
+    for name, leaf in seen["before"].items():
+        np.testing.assert_array_equal(leaf, seen["after"][name], err_msg=name)
+    assert [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2] * (log_every == 1)

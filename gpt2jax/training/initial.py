@@ -64,30 +64,35 @@ def _contradictions(found: dict[str, Any], given: dict[str, Any]) -> str:
     return "; ".join(f"model.{key} is {value!r}, but {found.get(key)!r}" for key, value in shape.items() if found.get(key) != value)
 
 
-def initial_state(config: Config, optimizer: Any, shardings: TrainState, run_dir: Path, *, going_on: bool) -> TrainState:
-    """The state before the first step, each device making or reading its own part; going_on: its values don't matter, a checkpoint's come in their place.
+def frozen_parameters(config: Config, shardings: TrainState, run_dir: Path) -> dict[str, Any]:
+    """What of the model lora does not train: run.init_from's parameters, of which the run keeps a copy of its own. Without lora there are none."""
+    from gpt2jax.training.checkpoint import read_parameters, write_parameters
 
-    With lora the state's frozen parameters are run.init_from's, of which the run keeps a copy of its own.
-    """
+    places: Any = shardings.frozen  # shardings in place of arrays
+    if config.lora.rank is None:
+        return {}
+    base = run_dir / BASE
+    if base.is_dir():
+        return read_parameters(base, config.model, places)
+    assert config.run.init_from is not None
+    frozen = read_source(config.run.init_from, config.model, places)
+    write_parameters(base, frozen)
+    return frozen
+
+
+def initial_state(config: Config, optimizer: Any, shardings: TrainState, frozen: dict[str, Any]) -> TrainState:
+    """The state before the first step, each device making or reading its own part."""
     import jax
 
     from gpt2jax.model.lora import init_adapters
-    from gpt2jax.training.checkpoint import read_parameters, write_parameters
     from gpt2jax.training.step import init_state
 
-    source, lora, seed = config.run.init_from, config.lora, config.train.seed
-    places: Any = shardings  # a state of shardings in place of arrays
-    if lora.rank is not None:
-        assert source is not None
-        base = run_dir / BASE
-        if not base.is_dir():
-            frozen = read_source(source, config.model, places.frozen)
-            write_parameters(base, frozen)
-        else:
-            frozen = read_parameters(base, config.model, places.frozen)
-        adapters = init_adapters(config.model, lora, jax.random.key(seed), places.parameters)
+    source, seed = config.run.init_from, config.train.seed
+    places: Any = shardings.parameters  # shardings in place of arrays
+    if config.lora.rank is not None:
+        adapters = init_adapters(config.model, config.lora, jax.random.key(seed), places)
         return init_state(config.model, optimizer, seed, shardings, parameters=adapters, frozen=frozen)
-    start = None if source is None or going_on else read_source(source, config.model, places.parameters)
+    start = None if source is None else read_source(source, config.model, places)
     return init_state(config.model, optimizer, seed, shardings, parameters=start)
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,31 +16,29 @@ from jax.sharding import Mesh
 from gpt2jax.config import Config, HostsConfig, to_yaml
 from gpt2jax.data import TokenData
 from gpt2jax.data.prefetch import Prefetch
-from gpt2jax.errors import InputError
+from gpt2jax.errors import InputError, RunFailed
+from gpt2jax.model.gpt2 import GPT2
 from gpt2jax.model.lora import abstract_adapted, adapter_variables
 from gpt2jax.parallel import hosts
 from gpt2jax.parallel.mesh import place_rows
 from gpt2jax.tokenizer import Tokenizer
 from gpt2jax.training.checkpoint import Checkpoints
+from gpt2jax.training.diagnosis import diagnose
 from gpt2jax.training.evaluate import benchmarks, make_evaluate
-from gpt2jax.training.folder import finished_steps
-from gpt2jax.training.initial import initial_state, plain_model
+from gpt2jax.training.initial import frozen_parameters, initial_state, plain_model
 from gpt2jax.training.optimizer import make_optimizer, make_schedule
 from gpt2jax.training.report import Report, introduce, sample_text
 from gpt2jax.training.signals import Signals
 from gpt2jax.training.start import check_run, lay_out
-from gpt2jax.training.step import make_train_step, state_shardings
+from gpt2jax.training.step import Metrics, TrainState, abstract_state, make_train_step, state_shardings
 from gpt2jax.training.trace import Trace
-
-
-class RunFailed(RuntimeError):
-    """The run cannot go on; the message is one line."""
 
 
 def train(config: Config) -> int:
     """Run `config` to its end; returns the exit status: 0, or 128 + the number of the signal that ended it after a last checkpoint.
 
-    Raises InputError for what can be mended (before anything is written) and RunFailed when the loss is no longer finite.
+    Raises InputError for what can be mended (before anything is written) and RunFailed when the loss is no longer finite, the guard stops it, or its folders
+    can't be written.
     """
     hosts.join(config.hosts)
     with hosts.one_voice():
@@ -59,10 +58,15 @@ def _train(config: Config) -> int:
     try:
         with jax.set_mesh(mesh), Signals() as signals:
             return _run(mesh, config, Path(config.run.dir), tokenizer, splits, signals)
+    except BrokenPipeError:  # the reader of our output has gone
+        raise
+    except OSError as error:
+        where = f"a file of the run in {config.run.dir} can't be read or written"
+        raise RunFailed(f"{where} ({_one_line(error)}); if the disk is full make room, and go on with --run.resume=auto") from error
     except (jax.errors.JaxRuntimeError, ValueError) as error:  # what a broken collective raises
         if jax.process_count() == 1 or isinstance(error, InputError):
             raise
-        why = " ".join(str(error).split())[:200]
+        why = _one_line(error)
         raise RunFailed(f"another host is gone, or the network between them ({why}); start all hosts again with --run.resume=auto") from error
 
 
@@ -71,20 +75,22 @@ def _run(mesh: Mesh, config: Config, run_dir: Path, tokenizer: Tokenizer, splits
     trained: Any = adapter_variables(skeleton) or skeleton
     optimizer = make_optimizer(config.optimizer, config.train.steps, trained)
     schedule = make_schedule(config.optimizer, config.train.steps)
-    shardings = state_shardings(config.model, optimizer, mesh, skeleton)
+    shardings = state_shardings(config.model, optimizer, mesh, skeleton, guarded=config.guard.action != "none")
     step_function = make_train_step(
         config.model, optimizer, schedule, config.optimizer.learning_rate, config.train.seed, config.train.remat, shardings,
-        loss_chunk=config.train.loss_chunk, z_loss=config.train.z_loss, accumulation=config.train.accumulation, skeleton=skeleton,
+        loss_chunk=config.train.loss_chunk, z_loss=config.train.z_loss, accumulation=config.train.accumulation, skeleton=skeleton, guard=config.guard,
     )  # fmt: skip
     evaluate = make_evaluate(config, skeleton, mesh, tokenizer, splits["val"])
 
+    checkpoints = Checkpoints(run_dir, config.checkpoint)
+    restored = checkpoints.restore(abstract_state(optimizer, shardings, skeleton))  # before anything is written, and before there is another state
+    if restored and int(restored.step) > config.train.steps:
+        raise InputError(f"{run_dir} is already at step {restored.step}, past train.steps={config.train.steps}; raise train.steps")
     if hosts.is_first():
         lay_out(run_dir, config, tokenizer, splits["train"])
     hosts.wait("the run folder")
-    checkpoints = Checkpoints(run_dir, config.checkpoint)
-    state = initial_state(config, optimizer, shardings, run_dir, going_on=bool(finished_steps(run_dir)))
-    restored = checkpoints.restore(state)
-    state = restored or state
+    frozen = frozen_parameters(config, shardings, run_dir)
+    state = dataclasses.replace(restored, frozen=frozen) if restored else initial_state(config, optimizer, shardings, frozen)
     step, steps = int(state.step), config.train.steps
     if hosts.is_first():
         introduce(config, skeleton, splits, run_dir, step if restored else None, mesh)
@@ -92,34 +98,89 @@ def _run(mesh: Mesh, config: Config, run_dir: Path, tokenizer: Tokenizer, splits
     def read(step: int) -> tuple[jax.Array, jax.Array]:
         return place_rows(functools.partial(splits["train"].batch, step), config.train.batch_size, config.sequence_length, mesh)
 
-    with Report(config, run_dir, step) as report, Prefetch(read, stop=steps) as batches, Trace(config.run.trace, run_dir, step) as trace:
-        if step > steps:
-            raise InputError(f"{run_dir} is already at step {step}, past train.steps={steps}; raise train.steps")
+    unlogged = checkpoints.unlogged
+    validates = hosts.any_of(int(unlogged is not None))  # a signal came in between
+    traced = Trace(config.run.trace, run_dir, step)
+    with Report(config, run_dir, step - validates) as report, Prefetch(read, stop=steps) as batches, traced as trace:
+        watch = Watch(config, skeleton, read, report.say)
+        if validates and (val := evaluate(state, signals)) and unlogged:
+            report.log(step, **unlogged, val=val)  # type: ignore[arg-type]
         while step < steps and not signals.heard(step, config.train.log_every):
             trace.before(step + 1)
             state, measured = step_function(state, *batches.take(step))
             step += 1
             trace.after(step, state)
+            watch.add(step, measured)
             report.advance(step)
+            checkpoints.check()
             last = step == steps
-            val = evaluate(state, signals) if last or (config.eval.every and step % config.eval.every == 0) else None
-            if val is not None or last or step % config.train.log_every == 0:
-                loss, norm = float(measured["loss"]), float(measured["grad_norm"])
-                if not math.isfinite(loss) or not math.isfinite(norm):
-                    checkpoints.close()
-                    raise RunFailed(f"loss={loss}, grad_norm={norm} at step {step}: lower optimizer.learning_rate, or raise optimizer.warmup_steps")
-                report.log(step, loss, norm, float(measured["lr"]), val)
-            if last or (config.checkpoint.every and step % config.checkpoint.every == 0):
-                checkpoints.save(state, val["loss"] if val else None)
+            validates = last or bool(config.eval.every and step % config.eval.every == 0)
+            logs = validates or step % config.train.log_every == 0
+            saves = last or bool(config.checkpoint.every and step % config.checkpoint.every == 0) or (logs and checkpoints.overdue())
+            if logs or saves:
+                watch.look(state)
+            val = evaluate(state, signals) if validates else None
+            unlogged = None
+            if logs:
+                numbers = {key: float(measured[key]) for key in ("loss", "grad_norm", "lr")}
+                if validates and val is None:
+                    unlogged = numbers  # the next start validates, and logs them
+                else:
+                    report.log(step, **numbers, val=val, skipped=watch.skipped)
+            if saves:
+                checkpoints.save(state, val["loss"] if val else None, unlogged)
             if config.run.sample_every and step % config.run.sample_every == 0 and not last:
                 report.say(sample_text(config, plain_model(config, state), tokenizer) or "")
         if signals.number:
-            checkpoints.save(state)
+            watch.look(state)
+            checkpoints.save(state, unlogged=unlogged)
             report.say(f"stopped by {signal.Signals(signals.number).name} at step {step}; checkpoint saved; go on with --run.resume=auto")
     checkpoints.close()
-    if signals.number:
-        return 128 + signals.number
-    if text := sample_text(config, plain_model(config, state), tokenizer):
-        print(text)
+    try:
+        signals.end_at_once()
+        if text := sample_text(config, plain_model(config, state), tokenizer):
+            print(text)
+    except SystemExit as ended:
+        return int(str(ended.code))
     print(f"\nThe run is in {run_dir}. Sample from it: python sample.py {run_dir} --prompt TEXT", flush=True)
     return 0
+
+
+class Watch:
+    """What the step decided on the device, looked at from time to time: each step that was not applied is reported, or ends the run."""
+
+    def __init__(self, config: Config, skeleton: GPT2, batch_of: Callable[[int], tuple[jax.Array, jax.Array]], say: Callable[[str], None]) -> None:
+        self._config, self._skeleton, self._batch_of, self._say = config, skeleton, batch_of, say
+        self._since: dict[int, Metrics] = {}
+        self.skipped: int | None = None
+
+    def add(self, step: int, measured: Metrics) -> None:
+        self._since[step] = measured
+
+    def look(self, state: TrainState) -> None:
+        """Report what was skipped since the last look. RunFailed, naming step, loss, gradient norm and the cause, if the run has ended on the device."""
+        since, self._since = self._since, {}
+        ended = -int(state.step) if int(state.step) < 0 else None
+        guard = self._config.guard
+        skipped = None if state.guard is None else int(state.guard.skipped)
+        for step, measured in since.items() if skipped != self.skipped or ended else ():
+            loss, norm, z = (float(measured[key]) for key in ("loss", "grad_norm", "z"))
+            what = f"loss={loss:.6g}, grad_norm={norm:.6g} at step {step}"
+            spike = f"{what}, {z:.1f} standard deviations above the mean (guard.threshold={guard.threshold:g})" if math.isfinite(z) else what
+            if step == ended:
+                raise RunFailed(self._explain(state, step, spike, math.isfinite(z)))
+            if not bool(measured["applied"]):
+                self._say(f"step {step} skipped by the guard: {spike}")
+        self.skipped = skipped
+
+    def _explain(self, state: TrainState, step: int, spike: str, finite: bool) -> str:
+        guard = self._config.guard
+        count = f", the last of guard.patience={guard.patience} in a row that were skipped" if guard.action == "skip" else ""
+        if finite:
+            return f"{spike}{count}; the step was not applied; lower optimizer.learning_rate, or go on from the last checkpoint with another guard"
+        cause = diagnose(self._config, self._skeleton, state, *self._batch_of(step - 1))
+        return f"{spike}{count}: {cause}; lower optimizer.learning_rate, raise optimizer.warmup_steps, or go on with --run.resume=auto --guard.action=skip"
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 class MetricsFile:
     """One JSON object a line: step, tokens, loss, val_loss, lr, grad_norm, tokens_per_s, val_bits_per_byte, mfu and causal_mfu (see analysis/peak.py),
-    and memory_bytes (the most that arrays have taken on a device).
+    memory_bytes (the most that arrays have taken on a device) and skipped (steps that the guard has skipped so far).
 
     Values not measured at a step are null. Each line is written whole, so that a killed run leaves at most one torn line, which the next start removes.
     """

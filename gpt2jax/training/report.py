@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -54,16 +55,17 @@ class Report:
         if self._tracker:
             self._tracker.close()
 
-    def log(self, step: int, loss: float, grad_norm: float, lr: float, val: dict[str, float] | None) -> None:
+    def log(self, step: int, loss: float, grad_norm: float, lr: float, val: dict[str, float] | None, skipped: int | None = None) -> None:
+        """skipped: steps that the guard has skipped so far. What is not finite, as in a step that it skipped, is written as null."""
         now, (then, before) = time.monotonic(), self._mark
         self._mark = (now, step)
         rate = self._batch_tokens * max(step - before, 1) / max(now - then, 1e-9)
         mfu, causal_mfu = self._used.at(rate)
         if self._file:
             values = dict(
-                step=step, tokens=step * self._batch_tokens, loss=loss, val_loss=val["loss"] if val else None, lr=lr, grad_norm=grad_norm,
+                step=step, tokens=step * self._batch_tokens, loss=_finite(loss), val_loss=val["loss"] if val else None, lr=lr, grad_norm=_finite(grad_norm),
                 tokens_per_s=round(rate, 1), val_bits_per_byte=val["bits_per_byte"] if val else None, mfu=mfu, causal_mfu=causal_mfu,
-                memory_bytes=_peak_memory(), **{name: (val or {}).get(name) for name in self._scores},
+                memory_bytes=_peak_memory(), skipped=skipped, **{name: (val or {}).get(name) for name in self._scores},
             )  # fmt: skip
             self._file.write(**values)
             if self._tracker:
@@ -111,6 +113,10 @@ def sample_text(config: Config, model: GPT2, tokenizer: Tokenizer) -> str | None
         return None
     [result] = generate(model, [config.run.sample_prompt], tokenizer=tokenizer, max_new_tokens=new, temperature=0.6, seed=config.train.seed)
     return f"--- a sample of the trained model (temperature 0.6, seed {config.train.seed}) ---\n{config.run.sample_prompt}{result.text}"
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def _peak_memory() -> int | None:

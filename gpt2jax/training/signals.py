@@ -15,6 +15,8 @@ class Signals:
 
     def __init__(self) -> None:
         self.number = 0
+        self._agreed = 0
+        self._at_once = False
 
     def __enter__(self) -> Signals:
         self._before = {s: signal.signal(s, self._set) for s in (signal.SIGTERM, signal.SIGINT)}
@@ -28,11 +30,20 @@ class Signals:
         """The signal to stop for, if there is one. Several processes ask each other every so many steps, and stop together."""
         if jax.process_count() == 1:
             return self.number
-        agreed = hosts.any_of(self.number) if step % every == 0 else 0
-        self.number = agreed or self.number  # one that came while the others were asked is told them the next time
-        return agreed
+        if not self._agreed and step % every == 0:
+            self._agreed = hosts.any_of(self.number)
+            self.number = self._agreed or self.number  # one that came while the others were asked is told them the next time
+        return self._agreed
+
+    def end_at_once(self) -> None:
+        """From now on, and if one has come before, a signal raises SystemExit with its exit status: there is nothing left to save."""
+        self._at_once = True
+        if self.number:
+            raise SystemExit(128 + self.number)
 
     def _set(self, number: int, frame: FrameType | None) -> None:
         if self.number and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.number = number
+        if self._at_once:
+            raise SystemExit(128 + number)

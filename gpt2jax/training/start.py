@@ -16,7 +16,18 @@ from gpt2jax.parallel import hosts
 from gpt2jax.parallel.mesh import training_mesh
 from gpt2jax.tokenizer import Tokenizer, load_tokenizer
 from gpt2jax.training.evaluate import benchmarks
-from gpt2jax.training.folder import CONFIG, TOKENIZER, require_unused, saved_config, write_text
+from gpt2jax.training.folder import (
+    CONFIG,
+    TOKENIZER,
+    checkpoint_folder,
+    finished_steps,
+    is_url,
+    remove_drafts,
+    require_unused,
+    saved_config,
+    write_text,
+    write_whole,
+)
 from gpt2jax.training.initial import check_start
 from gpt2jax.training.step import check_accumulation
 from gpt2jax.training.track import check_tracker
@@ -24,13 +35,13 @@ from gpt2jax.training.track import check_tracker
 #: What may change when a run goes on; everything else must be as it was, or the result would be neither run's.
 _MAY_CHANGE = {"train.steps", "train.log_every", "data.source", "data.verify", "data.val_fraction", "data.split_seed"}
 _MAY_CHANGE |= {"train.remat", "train.loss_chunk", "train.peak_tflops", "model.attention_backend"}  # other schedules of the same computation
-_MAY_CHANGE_SECTIONS = {"mesh", "hosts", "eval", "checkpoint", "run"}
+_MAY_CHANGE_SECTIONS = {"mesh", "hosts", "eval", "checkpoint", "guard", "run"}  # guard: one that is turned on goes around the spike that ended a run
 _MUST_STAY = {"run.init_from"}
 
 
 def check_run(config: Config) -> tuple[Config, dict[str, TokenData], Tokenizer, Mesh]:
     """What a run is made of; InputError for whatever is wrong with it, before anything is written."""
-    run_dir = Path(config.run.dir)
+    run_dir, config = Path(config.run.dir), _from_anywhere(config)
     earlier = _check_run_dir(run_dir, config)
     kept = run_dir / TOKENIZER  # where the first one came from may be gone
     tokenizer = load_tokenizer(str(kept) if earlier and config.run.init_from and kept.is_dir() else config.data.tokenizer)
@@ -54,22 +65,44 @@ def check_run(config: Config) -> tuple[Config, dict[str, TokenData], Tokenizer, 
 
 
 def lay_out(run_dir: Path, config: Config, tokenizer: Tokenizer, data: TokenData) -> None:
+    """Write what a run folder holds beside checkpoints and metrics. Wherever a process is killed in here, the next one starts or goes on."""
     run_dir.mkdir(parents=True, exist_ok=True)
+    remove_drafts(run_dir)
+    write_text(run_dir / CONFIG, to_yaml(config))  # first: it makes the folder one to go on with
     if not (run_dir / TOKENIZER).is_dir():
-        tokenizer.save(run_dir / TOKENIZER)
+        write_whole(run_dir / TOKENIZER, tokenizer.save)
     write_text(run_dir / "data.json", json.dumps({"fingerprint": data.fingerprint, "tokens": data.tokens}) + "\n")
-    write_text(run_dir / CONFIG, to_yaml(config))
 
 
 def _check_run_dir(run_dir: Path, config: Config) -> Config | None:
-    """The configuration of the run to go on with; None for a new run. InputError if the folder is used and may not be."""
-    if config.run.resume == "never":
-        require_unused(run_dir, "pass --run.resume=auto to go on with that run, or another --run.dir")
-        return None
-    earlier = saved_config(run_dir)
+    """The configuration of the run to go on with; None for a new run. InputError if the folder, or that of its checkpoints, is used and may not be."""
+    earlier = None if config.run.resume == "never" else saved_config(run_dir)
     if earlier is None:
-        require_unused(run_dir, "it holds no run to go on with; choose another --run.dir")
+        never = "pass --run.resume=auto to go on with that run, or another --run.dir"
+        require_unused(run_dir, never if config.run.resume == "never" else "it holds no run to go on with; choose another --run.dir")
+    steps, before = _steps(run_dir, config), [] if earlier is None else _steps(run_dir, earlier)
+    if earlier is None and steps:
+        raise InputError(f"checkpoint.dir={config.checkpoint.dir} holds checkpoints of another run (steps {steps}); give a folder of its own")
+    if before and not steps:
+        where = checkpoint_folder(run_dir, earlier.checkpoint.dir if earlier else None)
+        raise InputError(f"the checkpoints of {run_dir} are in {where}, and checkpoint.dir={config.checkpoint.dir} has none; move them there first")
     return earlier
+
+
+def _from_anywhere(config: Config) -> Config:
+    """The config with a checkpoint.dir that means the same in any working folder."""
+    where = config.checkpoint.dir
+    if where is None or is_url(where):
+        return config
+    return dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, dir=str(Path(where).absolute())))
+
+
+def _steps(run_dir: Path, config: Config) -> list[int]:
+    folder = checkpoint_folder(run_dir, config.checkpoint.dir)
+    try:
+        return finished_steps(folder)
+    except Exception as error:  # what the packages behind a URL raise is of many kinds
+        raise InputError(f"cannot read checkpoint.dir={config.checkpoint.dir}: {' '.join(str(error).split())[:200]}") from error
 
 
 def _check_same(earlier: Config, config: Config, run_dir: Path) -> None:

@@ -14,13 +14,14 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from gpt2jax.config import Config, ModelConfig
+from gpt2jax.config import Config, GuardConfig, ModelConfig
 from gpt2jax.errors import InputError
 from gpt2jax.model.gpt2 import GPT2
 from gpt2jax.model.lora import adapter_variables
 from gpt2jax.model.parameters import abstract_model, named_parameters, with_parameters
 from gpt2jax.parallel.mesh import parameter_shardings, shardings_like
 from gpt2jax.parallel.table import TABLE, constrain
+from gpt2jax.training.guard import Guard, judge, select
 from gpt2jax.training.objective import summed_loss
 from gpt2jax.training.optimizer import gradient_point
 
@@ -31,25 +32,42 @@ Batch = jax.Array | np.ndarray
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """All that a run carries from step to step: step int32 (optimizer steps done), parameters float32 by name, optimizer state. Data order and dropout follow
-    from the step and the seed alone. frozen: parameters of the model that are not trained."""
+    """All that a run carries from step to step: step int32 (steps done), parameters float32 by name, optimizer state, and the guard's statistics if it has a
+    guard. Data order and dropout follow from the step and the seed alone. frozen: parameters of the model that are not trained.
+
+    A step of -1 - s says that the run has ended at the step after s: that one was not applied, and no later one changes anything.
+    """
 
     step: jax.Array
     parameters: dict[str, jax.Array]
     optimizer: Any
     frozen: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
+    guard: Guard | None = None
 
 
-def state_shardings(config: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh, skeleton: GPT2 | None = None) -> TrainState:
-    """Where each array of the state lies: parameters as the table says, the optimizer's state of a parameter as the parameter. Of a `skeleton` with adapters
-    these alone are trained."""
+def state_shardings(
+    config: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh, skeleton: GPT2 | None = None, *, guarded: bool = False
+) -> TrainState:
+    """Where each array of the state lies: parameters as the table says, the optimizer's state of a parameter as the parameter, single numbers everywhere. Of a
+    `skeleton` with adapters these alone are trained."""
     skeleton = skeleton or abstract_model(config)
     placed, leaves = parameter_shardings(skeleton, mesh), named_parameters(skeleton)
     trained = adapter_variables(skeleton).keys() or leaves.keys()
     optimizer_state = shardings_like(jax.eval_shape(optimizer.init, {name: leaves[name] for name in trained}), placed, mesh)
     whole: Any = NamedSharding(mesh, PartitionSpec())
     parameters, frozen = ({name: placed[name] for name in names} for names in (trained, leaves.keys() - trained))
-    return TrainState(whole, parameters, optimizer_state, frozen)  # type: ignore[arg-type]
+    guard = jax.tree.map(lambda _: whole, jax.eval_shape(Guard.start)) if guarded else None
+    return TrainState(whole, parameters, optimizer_state, frozen, guard)  # type: ignore[arg-type]
+
+
+def abstract_state(optimizer: optax.GradientTransformation, shardings: TrainState, skeleton: GPT2) -> TrainState:
+    """Shapes, dtypes and places of what is trained, as `jax.ShapeDtypeStruct`: what a checkpoint is restored into, at no cost."""
+    leaves = named_parameters(skeleton)
+    parameters = {name: leaves[name] for name in shardings.parameters}
+    guard = None if shardings.guard is None else jax.eval_shape(Guard.start)
+    like = TrainState(jax.ShapeDtypeStruct((), jnp.int32), parameters, jax.eval_shape(optimizer.init, parameters), guard=guard)  # type: ignore[arg-type]
+    places = dataclasses.replace(shardings, frozen={})
+    return jax.tree.map(lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), like, places)
 
 
 def init_state(
@@ -62,11 +80,13 @@ def init_state(
     frozen: dict[str, jax.Array] | None = None,
 ) -> TrainState:
     """The state before the first step; initial values depend on the seed alone, unless `parameters` are given. With shardings, each device makes its own part:
-    none holds the whole."""
+    none holds the whole, and there is a guard if they have one."""
     if parameters is None:
         parameters = init_parameters(config, jax.random.key(seed), None if shardings is None else shardings.parameters)
     optimizer_state = jax.jit(optimizer.init, out_shardings=None if shardings is None else shardings.optimizer)(parameters)
-    return TrainState(jax.device_put(jnp.int32(0), None if shardings is None else shardings.step), parameters, optimizer_state, frozen or {})
+    place = None if shardings is None else shardings.step
+    guard = None if shardings is None or shardings.guard is None else jax.device_put(Guard.start(), place)
+    return TrainState(jax.device_put(jnp.int32(0), place), parameters, optimizer_state, frozen or {}, guard)
 
 
 def init_parameters(config: ModelConfig, key: jax.Array, shardings: Any = None) -> dict[str, jax.Array]:
@@ -89,21 +109,26 @@ def make_train_step(
     z_loss: float = 0.0,
     accumulation: int = 1,
     skeleton: GPT2 | None = None,
+    guard: GuardConfig | None = None,
 ) -> Callable[[TrainState, Batch, Batch], tuple[TrainState, Metrics]]:
     """step(state, inputs, targets) -> (state, metrics): jitted, the old state donated; inputs and targets int32 [B, T].
 
     The batch is run in `accumulation` micro-batches, a divisor of B. Each target that counts has the same weight in the gradient, whichever micro-batch it is
     in (a mean of their means would give those of a short one more), and the schedule counts optimizer steps. loss_chunk and z_loss: see `summed_loss`.
     skeleton: the abstract model that the state's parameters, trained and frozen, fill; None means config's.
-    Metrics: loss (nats a target, without the z-loss), grad_norm (before clipping), lr, targets (those that count). InputError if the platform can't do `remat`.
+    A step whose loss or gradient norm is not finite leaves parameters and optimizer as they were; `guard` says what else does (see `judge`).
+    Metrics: loss (nats a target, without the z-loss), grad_norm (before clipping), lr, targets (those that count), z and applied (the guard's verdict).
+    InputError if the platform can't do `remat`.
     """
     _check_remat(remat)
+    guard = guard or GuardConfig()
     skeleton = skeleton or abstract_model(config)
     dropped = config.embd_pdrop or config.attn_pdrop or config.resid_pdrop
 
     @functools.partial(jax.jit, donate_argnums=0, out_shardings=None if shardings is None else (shardings, None))
     def step(state: TrainState, inputs_BT: jax.Array, targets_BT: jax.Array) -> tuple[TrainState, Metrics]:
-        key = jax.random.fold_in(jax.random.key(seed), state.step) if dropped else None
+        done = jnp.maximum(state.step, -1 - state.step)
+        key = jax.random.fold_in(jax.random.key(seed), done) if dropped else None
         targets, point = (targets_BT >= 0).sum(), gradient_point(state.parameters, state.optimizer)
 
         def run(parameters: dict[str, jax.Array], inputs_MT: jax.Array, targets_MT: jax.Array, key: jax.Array | None) -> tuple[Any, dict[str, jax.Array]]:
@@ -127,11 +152,19 @@ def make_train_step(
                 return jax.tree.map(jnp.add, sums, run(point, inputs_MT, targets_MT, part_key)), None
 
             zeros = (jnp.float32(0), jax.tree.map(jnp.zeros_like, point))
-            parts = (jnp.arange(accumulation), _micro_batches(inputs_BT, accumulation), _micro_batches(targets_BT, accumulation))
+            parts = (jnp.arange(accumulation), micro_batches(inputs_BT, accumulation), micro_batches(targets_BT, accumulation))
             (loss, gradients), _ = jax.lax.scan(add, zeros, parts)
         updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.parameters)
-        metrics = {"loss": loss, "grad_norm": optax.tree.norm(gradients), "lr": learning_rate * schedule(state.step), "targets": targets}
-        return TrainState(state.step + 1, optax.apply_updates(state.parameters, updates), optimizer_state, state.frozen), metrics
+        norm = optax.tree.norm(gradients)
+        verdict, statistics = judge(state.guard, guard, loss, norm)
+        runs = state.step >= 0
+        applies = runs & verdict.applies
+        new = (optax.apply_updates(state.parameters, updates), optimizer_state)
+        parameters, optimizer_state = select(applies, new, (state.parameters, state.optimizer))
+        updates_done = done if state.guard is None else done - state.guard.skipped  # the optimizer's own count, which its schedule goes by
+        metrics = {"loss": loss, "grad_norm": norm, "lr": learning_rate * schedule(updates_done), "targets": targets, "z": verdict.z, "applied": applies}
+        next_step = jnp.where(runs, jnp.where(verdict.halts, -1 - done, done + 1), state.step)
+        return TrainState(next_step, parameters, optimizer_state, state.frozen, select(runs, statistics, state.guard)), metrics
 
     return step
 
@@ -143,7 +176,7 @@ def _check_remat(remat: str) -> None:
         raise InputError(f"train.remat=offload needs pinned_host memory, and this {device.platform} has {', '.join(kinds)} only; use train.remat=dots")
 
 
-def _micro_batches(rows_BT: jax.Array, number: int) -> jax.Array:
+def micro_batches(rows_BT: jax.Array, number: int) -> jax.Array:
     """[B, T] -> [N, M, T]: micro-batch i has every N-th row from i on, so that each device runs rows that it holds."""
     B, T = rows_BT.shape
     if B % number:
