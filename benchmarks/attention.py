@@ -19,7 +19,8 @@ import jax.numpy as jnp
 
 from gpt2jax import runtime
 from gpt2jax.errors import InputError
-from gpt2jax.kernels.backends import BACKENDS, Case, attention, choose, target_platform
+from gpt2jax.kernels.backends import BACKENDS, Case, attention, choose
+from gpt2jax.kernels.platform import target_platform
 
 H, K = 12, 64
 

@@ -22,7 +22,8 @@ import jax, jax.numpy as jnp, numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from gpt2jax.kernels.attention import Rule
-from gpt2jax.kernels.backends import attention, lowering_for
+from gpt2jax.kernels.backends import attention
+from gpt2jax.kernels.platform import lowering_for
 
 platform, target, cases = json.loads(sys.argv[1])
 B = 8

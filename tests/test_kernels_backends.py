@@ -18,7 +18,8 @@ from kernels_helpers import Example, operations, shapes
 from gpt2jax.config import ModelConfig
 from gpt2jax.errors import InputError
 from gpt2jax.kernels.attention import Rule, attend_causally
-from gpt2jax.kernels.backends import BACKENDS, Case, attention, choose, describe, lowering_for, target_platform
+from gpt2jax.kernels.backends import BACKENDS, Case, attention, choose, describe
+from gpt2jax.kernels.platform import lowering_for, target_platform
 
 CPU = Case(platform="cpu", dtype="float32", T=1024, heads=12, kv_heads=12, key_width=64, value_width=64)
 GPU = dataclasses.replace(CPU, platform="gpu", dtype="bfloat16")
@@ -149,7 +150,8 @@ import jax, jax.numpy as jnp, numpy as np
 import jax._src.cudnn.fused_attention_stablehlo as checks
 checks.check_cudnn_version, checks.check_compute_capability, checks.is_cuda_compute_capability_equal = lambda: 91000, lambda *a: True, lambda *a: False
 from jax.sharding import NamedSharding
-from gpt2jax.kernels.backends import attention, lowering_for
+from gpt2jax.kernels.backends import attention
+from gpt2jax.kernels.platform import lowering_for
 from gpt2jax.parallel.table import spec
 for shape, G in (((2, 2, 2), 4), ((1, 1, 4), 2), ((2, 1, 2), 1), ((1, 8, 1), 4), ((1, 3, 1), 4)):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape), ("fsdp", "sequence", "tensor"))

@@ -73,8 +73,8 @@ def test_blocks_that_the_mask_hides_are_skipped(window: int | None, pairs: int, 
 
 
 def test_no_array_of_tokens_by_tokens(optimised: None) -> None:
-    """Not in the program as traced, nor as compiled, forward and backward: one such array would be 32 MB, and all temporaries together are far less."""
-    T = 2048
+    """Not in the program as traced, nor as compiled, forward and backward: one such array would be 128 MB, and all temporaries together are far less."""
+    T = 4096
 
     def gradients(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
         return jax.grad(lambda *qkv: attend(*qkv).sum(), (0, 1, 2))(q, k, v)

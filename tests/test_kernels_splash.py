@@ -14,6 +14,7 @@ from kernels_helpers import Example, operations, shapes
 
 from gpt2jax.kernels import backends, splash
 from gpt2jax.kernels.attention import Rule
+from gpt2jax.kernels.platform import lowering_for
 
 
 @pytest.fixture
@@ -21,7 +22,7 @@ def attend(monkeypatch: pytest.MonkeyPatch) -> backends.Callable[..., jax.Array]
     monkeypatch.setattr(splash, "attend_splash", functools.partial(splash.attend_splash, interpret=True))
 
     def call(*args: object, **options: object) -> jax.Array:
-        with backends.lowering_for("tpu"):
+        with lowering_for("tpu"):
             return backends.attention(*args, backend="splash", **options)
 
     return call

@@ -5,10 +5,9 @@ Letters: B batch, T tokens, H query heads, G key/value heads (G divides H), K ke
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,6 +18,7 @@ from gpt2jax.errors import InputError
 from gpt2jax.kernels.attention import CAUSAL, Rule, attend_causally
 from gpt2jax.kernels.cudnn import attend_cudnn
 from gpt2jax.kernels.flash import attend_flash
+from gpt2jax.kernels.platform import canonical, target_platform
 from gpt2jax.kernels.spread import on_mesh
 
 BACKENDS = ("auto", "xla", "flash", "splash", "cudnn")
@@ -29,9 +29,6 @@ FLASH_FROM = {"cpu": 128, "gpu": 1024, "tpu": 1024}
 SPLASH_FROM = 128
 #: Widest head of cuDNN's kernel; GPUs of compute capability 9 and above have 256 in `CUDNN_WIDTH_9`.
 CUDNN_WIDTH, CUDNN_WIDTH_9 = 128, 256
-
-#: Part of the key of jit's caches, unlike a contextvar: a function traced for one platform is traced anew for another.
-_platform = jax.make_user_context(None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +105,7 @@ def choose(backend: str, case: Case) -> str:
 
 def describe(config: ModelConfig, T: int, platform: str | None = None, *, segments: bool = False, training: bool = True) -> str:
     """One line on what attention over T tokens will run on. InputError as from `choose`. segments: padding or packed documents are marked."""
-    platform = _canonical(platform) if platform else target_platform()
+    platform = canonical(platform) if platform else target_platform()
     case = Case(
         **_device(platform), dtype=config.compute_dtype, T=T, heads=config.n_head, kv_heads=config.kv_head_count, key_width=config.head_width,
         value_width=config.head_width, segments=segments, window=config.sliding_window, softcap=config.attention_softcap, sinks=config.attention_sinks,
@@ -117,25 +114,6 @@ def describe(config: ModelConfig, T: int, platform: str | None = None, *, segmen
     name = choose(config.attention_backend, case)
     how = "auto on" if config.attention_backend == "auto" else "as named, on"
     return f"attention: {name} ({how} {platform}, T={T}, {config.compute_dtype})"
-
-
-@contextlib.contextmanager
-def lowering_for(platform: str) -> Iterator[None]:
-    """Programs traced in this context are for `platform` (cpu, gpu, cuda, rocm, tpu), which need not be JAX's own: compiling for devices that are not there."""
-    with _platform(_canonical(platform)):
-        yield
-
-
-def target_platform() -> str:
-    """cpu, gpu or tpu: what the program being traced is for."""
-    return _platform.value or _canonical(jax.default_backend())
-
-
-def _canonical(platform: str) -> str:
-    name = {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)
-    if name not in FLASH_FROM:
-        raise InputError(f"platform {platform!r} is unknown to attention; it is one of cpu, gpu (cuda, rocm), tpu")
-    return name
 
 
 def _device(platform: str) -> dict[str, Any]:

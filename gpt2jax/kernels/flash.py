@@ -17,9 +17,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from gpt2jax.kernels.attention import CAUSAL, Rule, capped
+from gpt2jax.kernels.product import pack, unpack
 
 #: Most tokens in a block.
-BLOCK = 256
+BLOCK = 512
 #: Score of a pair that the mask hides: finite, so that a row which has seen nothing but such pairs holds no inf - inf, and far below any real score.
 HIDDEN = -1e30
 
@@ -79,38 +80,41 @@ def _forward(
         return None, ((o_BGNV / sum_BGN[..., None]).astype(v_nBGSV.dtype), top_BGN + jnp.log(sum_BGN))
 
     _, (o_nBGNV, log_sum_nBGN) = lax.scan(queries, None, (jnp.arange(n), q_nBGNK))
-    return o_nBGNV, (q_nBGNK, k_nBGSK, v_nBGSV, segment_nBS, sink_GN, o_nBGNV, log_sum_nBGN)
+    return o_nBGNV, (pack(q_nBGNK), pack(k_nBGSK), pack(v_nBGSV), segment_nBS, sink_GN, pack(o_nBGNV), log_sum_nBGN)
 
 
 def _backward(rule: Rule, saved: tuple[Any, ...], do_nBGNV: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None, jax.Array | None]:
     q_nBGNK, k_nBGSK, v_nBGSV, segment_nBS, sink_GN, o_nBGNV, log_sum_nBGN = saved
+    q_nBGNK, k_nBGSK, v_nBGSV, o_nBGNV = (unpack(x) for x in (q_nBGNK, k_nBGSK, v_nBGSV, o_nBGNV))
     n, N, S = len(q_nBGNK), q_nBGNK.shape[3], k_nBGSK.shape[3]
     # sum over keys of weight x its gradient: what the softmax's derivative takes off each
     mean_nBGN = (do_nBGNV.astype(jnp.float32) * o_nBGNV.astype(jnp.float32)).sum(-1)
 
-    def keys(dq_nBGNK: jax.Array, block: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        j, k_BGSK, v_BGSV = block
+    def keys(dq_nBGKN: jax.Array, block: tuple[jax.Array, jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        j, k_BGSK, k_BGKS, v_BGSV = block
 
         def queries(i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
-            dq_nBGNK, dk_BGSK, dv_BGSV = carry
+            dq_nBGKN, dk_BGSK, dv_BGSV = carry
             q_BGNK, do_BGNV = q_nBGNK[i], do_nBGNV[i]
-            scores_BGNS = capped(_dot("BGNK,BGSK->BGNS", q_BGNK, k_BGSK), rule)
-            weights_BGNS = jnp.exp(jnp.where(_mask(i, j, N, S, segment_nBS, rule), scores_BGNS, HIDDEN) - log_sum_nBGN[i][..., None])
-            ds_BGNS = weights_BGNS * (_dot("BGNV,BGSV->BGNS", do_BGNV, v_BGSV) - mean_nBGN[i][..., None])
+            scores_BGSN = capped(_dot("BGSK,BGNK->BGSN", k_BGSK, q_BGNK), rule)
+            mask_BGSN = _mask(i, j, N, S, segment_nBS, rule).swapaxes(2, 3)
+            weights_BGSN = jnp.exp(jnp.where(mask_BGSN, scores_BGSN, HIDDEN) - log_sum_nBGN[i][:, :, None])
+            ds_BGSN = weights_BGSN * (_dot("BGSV,BGNV->BGSN", v_BGSV, do_BGNV) - mean_nBGN[i][:, :, None])
             if rule.softcap is not None:
-                ds_BGNS = ds_BGNS * (1 - (scores_BGNS / rule.softcap) ** 2)
-            ds_BGNS = ds_BGNS.astype(q_BGNK.dtype)
-            dv_BGSV = dv_BGSV + _dot("BGNS,BGNV->BGSV", weights_BGNS.astype(do_BGNV.dtype), do_BGNV)
-            dk_BGSK = dk_BGSK + _dot("BGNS,BGNK->BGSK", ds_BGNS, q_BGNK)
-            return dq_nBGNK.at[i].add(_dot("BGNS,BGSK->BGNK", ds_BGNS, k_BGSK)), dk_BGSK, dv_BGSV
+                ds_BGSN = ds_BGSN * (1 - (scores_BGSN / rule.softcap) ** 2)
+            ds_BGSN = ds_BGSN.astype(q_BGNK.dtype)
+            dv_BGSV = dv_BGSV + _dot("BGSN,BGNV->BGSV", weights_BGSN.astype(do_BGNV.dtype), do_BGNV)
+            dk_BGSK = dk_BGSK + _dot("BGSN,BGNK->BGSK", ds_BGSN, q_BGNK)
+            return dq_nBGKN.at[i].add(_dot("BGKS,BGSN->BGKN", k_BGKS, ds_BGSN)), dk_BGSK, dv_BGSV
 
-        start = (dq_nBGNK, jnp.zeros(k_BGSK.shape, jnp.float32), jnp.zeros(v_BGSV.shape, jnp.float32))
-        dq_nBGNK, dk_BGSK, dv_BGSV = lax.fori_loop(j, _last_queries(j, n, S, rule), queries, start)
-        return dq_nBGNK, (dk_BGSK.astype(k_BGSK.dtype), dv_BGSV.astype(v_BGSV.dtype))
+        start = (dq_nBGKN, jnp.zeros(k_BGSK.shape, jnp.float32), jnp.zeros(v_BGSV.shape, jnp.float32))
+        dq_nBGKN, dk_BGSK, dv_BGSV = lax.fori_loop(j, _last_queries(j, n, S, rule), queries, start)
+        return dq_nBGKN, (dk_BGSK.astype(k_BGSK.dtype), dv_BGSV.astype(v_BGSV.dtype))
 
-    dq_nBGNK, (dk_nBGSK, dv_nBGSV) = lax.scan(keys, jnp.zeros(q_nBGNK.shape, jnp.float32), (jnp.arange(n), k_nBGSK, v_nBGSV))
+    blocks = (jnp.arange(n), k_nBGSK, k_nBGSK.swapaxes(-1, -2), v_nBGSV)
+    dq_nBGKN, (dk_nBGSK, dv_nBGSV) = lax.scan(keys, jnp.zeros((*q_nBGNK.shape[:3], q_nBGNK.shape[4], N), jnp.float32), blocks)
     dsink_GN = None if sink_GN is None else -(jnp.exp(sink_GN - log_sum_nBGN) * mean_nBGN).sum((0, 1))
-    return dq_nBGNK.astype(q_nBGNK.dtype), dk_nBGSK, dv_nBGSV, None, dsink_GN
+    return dq_nBGKN.swapaxes(-1, -2).astype(q_nBGNK.dtype), dk_nBGSK, dv_nBGSV, None, dsink_GN
 
 
 _flash.defvjp(_forward, _backward)

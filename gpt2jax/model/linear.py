@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from gpt2jax.kernels.product import affine, on_one_cpu
+
 Axes = tuple[str | None, ...]
 
 
@@ -59,7 +61,12 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x: [..., *inputs] -> [..., *outputs] in `dtype`."""
-        return add_bias(contract(x.astype(self.dtype), self.w[...].astype(self.dtype), self.contracted), self.b)
+        x, w, n = x.astype(self.dtype), self.w[...], self.contracted
+        if self.dtype == jnp.bfloat16 and w.dtype == jnp.float32 and on_one_cpu():
+            inputs, outputs = w.shape[:n], w.shape[n:]
+            b = None if self.b is None else self.b[...].reshape(-1)
+            return affine(x.reshape(-1, math.prod(inputs)), w.reshape(math.prod(inputs), -1), b).reshape(*x.shape[: x.ndim - n], *outputs)
+        return add_bias(contract(x, w.astype(self.dtype), n), self.b)
 
 
 class QuantizedLinear(nnx.Module):

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from gpt2jax.kernels.product import recomputed
 from gpt2jax.model.config import ModelConfig
 from gpt2jax.model.linear import Linear, child_key, residual_std
 
@@ -34,8 +35,11 @@ class MLP(nnx.Module):
         self.activation = config.activation_function
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        h_BTF = ACTIVATIONS[self.activation](self.up(x_BTD))
-        return self.down(h_BTF)
+        return recomputed(self._activate_and_go_down)(self.down, self.up(x_BTD))
+
+    def _activate_and_go_down(self, down: Linear, h_BTF: jax.Array) -> jax.Array:
+        # in float32 at once: rounding to bfloat16 after each of its operations costs more and is less exact
+        return down(ACTIVATIONS[self.activation](h_BTF.astype(jnp.float32)))
 
 
 class GatedMLP(nnx.Module):
@@ -53,8 +57,11 @@ class GatedMLP(nnx.Module):
         self.activation = "silu" if config.mlp == "swiglu" else config.activation_function
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        h_BT2F = self.gate_up(x_BTD)
-        return self.down(ACTIVATIONS[self.activation](h_BT2F[..., 0, :]) * h_BT2F[..., 1, :])
+        return recomputed(self._activate_and_go_down)(self.down, self.gate_up(x_BTD))
+
+    def _activate_and_go_down(self, down: Linear, h_BT2F: jax.Array) -> jax.Array:
+        h_BT2F = h_BT2F.astype(jnp.float32)
+        return down(ACTIVATIONS[self.activation](h_BT2F[..., 0, :]) * h_BT2F[..., 1, :])
 
 
 def _options(config: ModelConfig, bias: bool) -> dict[str, Any]:

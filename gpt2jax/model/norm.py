@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from gpt2jax.kernels.product import recomputed
 from gpt2jax.model.config import ModelConfig
 from gpt2jax.model.linear import constant
 
@@ -19,10 +20,14 @@ class LayerNorm(nnx.Module):
         self.eps = config.layer_norm_epsilon
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        return recomputed(self._run)((self.scale[...], self.bias[...]), x_BTD)
+
+    def _run(self, weights: tuple[jax.Array, jax.Array], x_BTD: jax.Array) -> jax.Array:
+        scale, bias = weights
         x32_BTD = x_BTD.astype(jnp.float32)
         centred_BTD = x32_BTD - x32_BTD.mean(-1, keepdims=True)
         variance_BT1 = jnp.square(centred_BTD).mean(-1, keepdims=True)
-        y_BTD = centred_BTD * jax.lax.rsqrt(variance_BT1 + self.eps) * self.scale[...] + self.bias[...]
+        y_BTD = centred_BTD * jax.lax.rsqrt(variance_BT1 + self.eps) * scale + bias
         return y_BTD.astype(x_BTD.dtype)
 
 
@@ -37,6 +42,9 @@ class RMSNorm(nnx.Module):
         self.eps = config.layer_norm_epsilon
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        return recomputed(self._run)(self.scale[...], x_BTD)
+
+    def _run(self, scale: jax.Array, x_BTD: jax.Array) -> jax.Array:
         x32_BTD = x_BTD.astype(jnp.float32)
         square_BT1 = jnp.square(x32_BTD).mean(-1, keepdims=True)
-        return (x32_BTD * jax.lax.rsqrt(square_BT1 + self.eps) * self.scale[...]).astype(x_BTD.dtype)
+        return (x32_BTD * jax.lax.rsqrt(square_BT1 + self.eps) * scale).astype(x_BTD.dtype)

@@ -12,6 +12,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from gpt2jax.kernels.product import on_one_cpu, sum_of_outer_products
 from gpt2jax.model.gpt2 import GPT2, table_logits
 from gpt2jax.parallel.table import axes_of, constrain
 
@@ -51,11 +52,11 @@ def summed_loss(
     """(what to minimise, the cross-entropy in it), both summed over the targets that count, in nats. Only the first has a gradient.
 
     z_loss: coefficient of log(sum of exp(logits))^2, which keeps the softmax's normaliser near 1 (PaLM, arXiv:2204.02311, section 5; ST-MoE, arXiv:2202.08906).
-    chunk: the most tokens a device whose logits are held at once; with more, `_chunked` goes over blocks.
+    chunk: the most tokens a device whose logits are held at once; `_chunked` goes over blocks of them. None: all logits at once, and JAX's own gradient.
     """
     x_BTD = model.hidden(inputs_BT, dropout_key=dropout_key, remat=remat)
     S, U = _parts(targets_BT.shape)
-    if chunk is not None and chunk < targets_BT.size // (S * U):
+    if chunk is not None:
         config = model.config
         total, loss = _chunked(x_BTD, model.head_table[...], targets_BT, config.vocab_size, config.compute_dtype, chunk, z_loss)
         return total, jax.lax.stop_gradient(loss)
@@ -141,7 +142,10 @@ def _over_blocks(
             dlogits = (jnp.exp(logits - normalizers[..., None]) * slope - jnp.where(is_target, 1.0, 0.0)).astype(dtype)
             dx = jax.lax.dot_general(dlogits, table, (((5 - 1,), (0,)), ((), ())), preferred_element_type=jnp.float32).astype(x.dtype)
             # each part of the mesh keeps a sum of its own: one sum over devices behind the loop, not one a block
-            by_part = jnp.einsum("SRUCP,SRUCD->SUPD", dlogits, x.astype(dtype), preferred_element_type=jnp.float32)
+            if dtype == "bfloat16" and on_one_cpu():
+                by_part = sum_of_outer_products(dlogits.reshape(-1, P), x.astype(dtype).reshape(-1, D))[None, None]
+            else:
+                by_part = jnp.einsum("SRUCP,SRUCD->SUPD", dlogits, x.astype(dtype), preferred_element_type=jnp.float32)
             dtable_SUPD = constrain(dtable_SUPD + by_part, _PART_TABLE)
         return (total + block_total, loss + block_loss, dtable_SUPD), dx
 
