@@ -142,3 +142,29 @@ def test_clusters_are_known_by_their_environment() -> None:
         assert hosts._in_a_cluster(environment)
     for environment in ({}, {"SLURM_NTASKS": "4"}, {"SLURM_STEP_NUM_TASKS": "1"}, {"TPU_WORKER_HOSTNAMES": "localhost"}, {"OMPI_COMM_WORLD_SIZE": ""}):
         assert not hosts._in_a_cluster(environment)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_another_number_of_processes(tiny_options: list[str], tmp_path: Path) -> None:
+    """Two processes of 2 devices, one of 1, two again; a checkpoint that is spoilt meanwhile is passed over by both."""
+    run_dir = tmp_path / "run"
+    options = [
+        *tiny_options,
+        "--train.batch_size=16",
+        "--model.vocab_size=258",
+        "--model.vocab_multiple=6",
+        "--checkpoint.keep=9",
+        "--optimizer.decay_steps=12",
+    ]
+    for count, devices, steps, mesh in ((2, 2, 4, "--mesh.fsdp=2"), (1, 1, 8, "--mesh.fsdp=1"), (2, 2, 12, "--mesh.fsdp=2")):
+        if steps == 12:  # step 8 is spoilt: both must go back to step 4
+            (run_dir / "checkpoints" / "8" / "optimizer" / "_METADATA").write_text("garbage")
+        ends = _ends(_start([*options, mesh, "--run.resume=auto", f"--train.steps={steps}"], count, devices=devices))
+        assert [status for status, _, _ in ends] == [0] * count, ends
+        assert steps == 4 or "going on from step 4" in ends[0][1]
+        assert steps < 12 or "passed over the checkpoint" in ends[0][2]
+    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["12", "4", "8", "broken-8"]
+    [alone] = _ends(_start([*options, f"--run.dir={tmp_path / 'one'}"], 1))
+    assert alone[0] == 0
+    for one, many in zip(_losses(tmp_path / "one"), _losses(run_dir), strict=True):
+        np.testing.assert_allclose(many[:2], one[:2], rtol=1e-5)

@@ -1,0 +1,69 @@
+"""What a killed start leaves behind can be gone on with, and checkpoints elsewhere are neither mixed up nor forgotten."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpt2jax.config import CheckpointConfig, Config, RunConfig, load_config
+from gpt2jax.errors import InputError
+from gpt2jax.tokenizer import load_tokenizer
+from gpt2jax.training.folder import CONFIG, TOKENIZER
+from gpt2jax.training.start import _check_run_dir, _from_anywhere, lay_out
+
+DATA: Any = types.SimpleNamespace(fingerprint="f", tokens=9)
+
+
+def _config(run_dir: Path, resume: str = "auto", where: str | None = None) -> Config:
+    return Config(run=RunConfig(dir=str(run_dir), resume=resume), checkpoint=CheckpointConfig(dir=where))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("killed_at", range(4))
+def test_wherever_laying_out_is_cut_off_the_next_start_completes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_at: int) -> None:
+    """Cut off before each of the renames; a kill leaves the draft as well."""
+    run_dir, real, calls = tmp_path / "run", os.replace, []
+
+    def cut(draft: Path, path: Path) -> None:
+        calls.append(path)
+        if len(calls) > killed_at:
+            [left] = run_dir.glob(f".*.{os.getpid()}")
+            (shutil.copytree if left.is_dir() else shutil.copy)(left, left.with_suffix(".1234567"))  # what stays, since the draft itself is removed
+            raise KeyboardInterrupt
+        real(draft, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", cut)
+        with pytest.raises(KeyboardInterrupt):
+            lay_out(run_dir, _config(run_dir), load_tokenizer("bytes"), DATA)
+    assert [path.name for path in run_dir.glob(".*")], "a draft is left"
+    _check_run_dir(run_dir, _config(run_dir))
+    lay_out(run_dir, _config(run_dir), load_tokenizer("bytes"), DATA)
+    assert sorted(path.name for path in run_dir.iterdir()) == sorted([CONFIG, TOKENIZER, "data.json"])
+    assert load_tokenizer(str(run_dir / TOKENIZER)).n_vocab == 257 and load_config(run_dir / CONFIG) == _config(run_dir)
+
+
+def test_checkpoints_elsewhere_belong_to_one_run_and_are_not_forgotten(tmp_path: Path) -> None:
+    there, empty, run_dir = tmp_path / "there", tmp_path / "empty", tmp_path / "run"
+    (there / "7").mkdir(parents=True)
+    for resume in ("never", "auto"):
+        with pytest.raises(InputError, match=r"checkpoint.dir=.*there holds checkpoints of another run \(steps \[7\]\); give a folder of its own"):
+            _check_run_dir(run_dir, _config(run_dir, resume, str(there)))
+    lay_out(run_dir, _config(run_dir, where=str(there)), load_tokenizer("bytes"), DATA)
+    assert _check_run_dir(run_dir, _config(run_dir, where=str(there))) is not None
+    with pytest.raises(InputError, match=r"the checkpoints of .*run are in .*there, and checkpoint.dir=.*empty has none; move them there first"):
+        _check_run_dir(run_dir, _config(run_dir, where=str(empty)))
+    there.rename(empty)
+    assert _check_run_dir(run_dir, _config(run_dir, where=str(empty))) is not None
+
+
+def test_a_folder_of_checkpoints_means_the_same_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert _from_anywhere(_config(tmp_path, where="a/b")).checkpoint.dir == str(tmp_path / "a" / "b")
+    for where in ("s3://bucket/a", None):
+        assert _from_anywhere(_config(tmp_path, where=where)) == dataclasses.replace(_config(tmp_path, where=where))
