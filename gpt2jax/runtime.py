@@ -13,7 +13,7 @@ def start() -> None:
     _keep_heap()
     _ask_for_large_pages()
     _cache_compiled_programs()
-    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns of its own affairs, which no user can act on
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax warns of its own affairs, and prints tracebacks of errors that it raises as well
 
 
 def _keep_heap() -> None:
