@@ -137,12 +137,12 @@ def test_a_diagnosis_names_the_first_layer(name: str, value: float, words: str, 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_diagnosis_names_the_rows_that_an_input_spoils(accumulation: int) -> None:
-    """A token whose row of the table overflows, in rows 1 and 2 of four."""
+    """A token whose row of the table overflows, in rows 1 and 3 of four."""
     state = init_state(MODEL, make_optimizer(OPTIMIZER, 50, SKELETON), 0)
     table = state.parameters["token_table"].at[60].set(3e38)
     state = dataclasses.replace(state, parameters={**state.parameters, "token_table": table, "norm.scale": jnp.full(12, 1e3)})
     inputs_BT, targets_BT = (jnp.minimum(ids, 59) for ids in _batch())
     config = Config(model=MODEL, train=TrainConfig(batch_size=4, accumulation=accumulation, loss_chunk=6))
-    inputs_BT = inputs_BT.at[1, 4].set(60).at[2, 8].set(60)
+    inputs_BT = inputs_BT.at[1, 4].set(60).at[3, 8].set(60)
     words = diagnose(config, SKELETON, dataclasses.replace(state, parameters={**state.parameters, "norm.scale": jnp.zeros(12)}), inputs_BT, targets_BT)
-    assert "the loss is not finite in 2 of the batch's 4 rows (1, 2)" in words, words
+    assert "the loss is not finite in 2 of the batch's 4 rows (1, 3)" in words, words

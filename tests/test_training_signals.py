@@ -30,7 +30,7 @@ def test_hosts_that_have_agreed_stop_without_asking_again(monkeypatch: pytest.Mo
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(hosts, "any_of", lambda number: asked.append(number) or signal.SIGTERM)
     assert [signals.heard(batch, 8) for batch in (7, 8, 9)] == [0, signal.SIGTERM, signal.SIGTERM]
-    assert signals.heard(13, 10) == signals.number == signal.SIGTERM and asked == [0]
+    assert signals.heard(16, 8) == signals.number == signal.SIGTERM and asked == [0]
 
 
 def test_a_signal_ends_at_once_when_all_is_saved() -> None:
