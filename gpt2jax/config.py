@@ -37,6 +37,7 @@ class DataConfig:
     tokenizer: Annotated[str, "gpt2, bytes, or a Hugging Face folder with tokenizer files"] = "gpt2"
     val_fraction: Annotated[Probability, "share of documents kept for validation when a source is prepared"] = 0.02
     split_seed: Annotated[Natural, "seed of the train/validation split when a source is prepared"] = 0
+    separate_documents: Annotated[bool, "tokens see their own document only, whose positions start at 0; no: all of their row"] = False
     verify: Annotated[bool, "check each shard's checksum at start (about a second a gigabyte)"] = True
 
 
@@ -203,6 +204,11 @@ class Config:
     @property
     def sequence_length(self) -> int:
         return self.train.sequence_length or self.model.n_positions
+
+    @property
+    def separator(self) -> int | None:
+        """The id that begins each document, where documents are kept apart."""
+        return self.model.eos_token_id if self.data.separate_documents else None
 
 
 def traced_steps(text: str) -> tuple[int, int]:

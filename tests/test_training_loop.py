@@ -282,3 +282,13 @@ def test_what_is_not_finite_is_never_applied_and_its_step_layer_and_rows_are_nam
     for name, leaf in seen["before"].items():
         np.testing.assert_array_equal(leaf, seen["after"][name], err_msg=name)
     assert [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2] * (log_every == 1)
+
+
+def test_documents_may_be_kept_apart(tiny_options: list[str], tmp_path: Path) -> None:
+    (tmp_path / "short.jsonl").write_text("".join(json.dumps({"text": f"{i * i}"}) + "\n" for i in range(200)))
+    losses = []
+    for apart in ("false", "true"):
+        options = [f"--data.separate_documents={apart}", f"--data.source={tmp_path / 'short.jsonl'}", "--data.val_fraction=0.2", "--train.steps=2"]
+        assert _run(tiny_options, *options, f"--run.dir={tmp_path / apart}") == 0
+        losses.append([(line["loss"], line["val_loss"]) for line in read_metrics(tmp_path / apart / "metrics.jsonl")])
+    assert losses[0][0][0] != losses[1][0][0] and losses[0][-1][1] != losses[1][-1][1]

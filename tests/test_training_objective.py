@@ -38,6 +38,21 @@ def test_equals_the_formula_in_float64() -> None:
     assert counts.all()
 
 
+@pytest.mark.parametrize("chunk", [None, 4])
+def test_documents_kept_apart_have_the_losses_they_have_alone(chunk: int | None) -> None:
+    model, end = _model(), 0
+    row = jnp.array([[3, 7, end, 5, 2, end, 8, 1, end]])  # the rest of one document, two whole ones, and the start of a fourth
+    inputs, targets = row[:, :-1], row[:, 1:]
+    pieces = [(0, 2), (2, 5), (5, 8)]
+    alone = [summed_loss(model, inputs[:, a:b], targets[:, a:b])[1] for a, b in pieces]
+    loss, gradients = jax.value_and_grad(lambda model: summed_loss(model, inputs, targets, chunk=chunk, separator=end)[0])(model)
+    np.testing.assert_allclose(loss, sum(alone), rtol=1e-6)
+    whole = jax.grad(lambda model: sum(summed_loss(model, inputs[:, a:b], targets[:, a:b])[0] for a, b in pieces))(model)
+    for ours, theirs in zip(jax.tree.leaves(gradients), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+    assert abs(loss - summed_loss(model, inputs, targets, chunk=chunk)[0]) > 1e-3
+
+
 @pytest.mark.parametrize("ignored", [-1, -100])
 def test_ignored_targets_give_no_loss_and_no_gradient(ignored: int) -> None:
     inputs, targets = _batch()

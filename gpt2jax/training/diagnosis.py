@@ -14,7 +14,7 @@ from gpt2jax.model.cache import Span
 from gpt2jax.model.gpt2 import GPT2
 from gpt2jax.model.parameters import with_parameters
 from gpt2jax.parallel.table import STREAM, constrain
-from gpt2jax.training.objective import summed_loss, token_losses
+from gpt2jax.training.objective import documents, summed_loss, token_losses
 from gpt2jax.training.optimizer import gradient_point
 from gpt2jax.training.step import TrainState, micro_batches
 
@@ -33,7 +33,7 @@ def diagnose(config: Config, skeleton: GPT2, state: TrainState, inputs_BT: jax.A
     found = [f"before the step {_listed(parameters)} {'is' if len(parameters) == 1 else 'are'} not finite"] if parameters else []
 
     def forward(part: tuple[jax.Array, jax.Array]) -> tuple[tuple[Flags, Flags, Flags], jax.Array]:
-        return _forward(with_parameters(skeleton, {**state.frozen, **point}), *part, config.train.loss_chunk)
+        return _forward(with_parameters(skeleton, {**state.frozen, **point}), *part, config)
 
     parts = (micro_batches(inputs_BT, number), micro_batches(targets_BT, number))
     stages, rows_NM = jax.jit(lambda parts: jax.lax.map(forward, parts), out_shardings=everywhere)(parts)
@@ -47,7 +47,11 @@ def diagnose(config: Config, skeleton: GPT2, state: TrainState, inputs_BT: jax.A
 
         def backward(part: tuple[jax.Array, jax.Array]) -> Flags:
             how = config.train
-            loss = lambda point: summed_loss(with_parameters(skeleton, {**state.frozen, **point}), *part, None, how.remat, how.loss_chunk, how.z_loss)[0]  # noqa: E731
+
+            def loss(point: Any) -> jax.Array:
+                model = with_parameters(skeleton, {**state.frozen, **point})
+                return summed_loss(model, *part, None, how.remat, how.loss_chunk, how.z_loss, config.separator)[0]
+
             return _bad(jax.grad(loss)(point))
 
         flags = jax.jit(lambda parts: jax.lax.map(backward, parts), out_shardings=everywhere)(parts)
@@ -56,11 +60,11 @@ def diagnose(config: Config, skeleton: GPT2, state: TrainState, inputs_BT: jax.A
     return "; ".join(found)
 
 
-def _forward(model: GPT2, inputs_MT: jax.Array, targets_MT: jax.Array, chunk: int | None) -> tuple[tuple[Flags, Flags, Flags], jax.Array]:
+def _forward(model: GPT2, inputs_MT: jax.Array, targets_MT: jax.Array, config: Config) -> tuple[tuple[Flags, Flags, Flags], jax.Array]:
     """Which outputs are not finite, in the order in which they are made, before the blocks (bool), in them (bool [L]) and after; and which rows' losses
     (bool [M])."""
     M, T = inputs_MT.shape
-    span = Span.of((M, T), None, None)
+    span = Span.of((M, T), None, documents(inputs_MT, config.separator))
     before: Flags = {}
     after: Flags = {}
     x_MTD = constrain(_noting("the embedding", model._embed, before)(inputs_MT, span, None), STREAM)
@@ -77,7 +81,7 @@ def _forward(model: GPT2, inputs_MT: jax.Array, targets_MT: jax.Array, chunk: in
         return ~jnp.isfinite(token_losses(model.padded_logits(x_MCD), targets_MC)[0]).all(-1)
 
     # as many tokens at once as the loss of a step would hold the logits of
-    C = next(C for C in range(min(T, max((chunk or M * T) // M, 1)), 0, -1) if T % C == 0)
+    C = next(C for C in range(min(T, max((config.train.loss_chunk or M * T) // M, 1)), 0, -1) if T % C == 0)
     pieces = (x_MTD.reshape(M, T // C, C, -1).swapaxes(0, 1), targets_MT.reshape(M, T // C, C).swapaxes(0, 1))
     rows_M = jax.lax.map(lambda piece: losses(*piece), pieces).any(0)
     return (before, blocks, {**after, "the logits": rows_M.any()}), rows_M

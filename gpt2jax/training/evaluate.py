@@ -29,7 +29,7 @@ def make_evaluate(config: Config, skeleton: GPT2, mesh: Mesh, tokenizer: Tokeniz
     @jax.jit
     def batch_sum(parameters: dict[str, jax.Array], inputs_BT: jax.Array, targets_BT: jax.Array) -> jax.Array:
         model = with_parameters(skeleton, parameters)
-        return summed_loss(model, inputs_BT, targets_BT, chunk=config.train.loss_chunk)[1]
+        return summed_loss(model, inputs_BT, targets_BT, chunk=config.train.loss_chunk, separator=config.separator)[1]
 
     def evaluate(state: TrainState, signals: Signals) -> dict[str, float] | None:
         """Exact mean over all targets of the validation sequences; None if a signal came in between."""

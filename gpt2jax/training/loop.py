@@ -79,6 +79,7 @@ def _run(mesh: Mesh, config: Config, run_dir: Path, tokenizer: Tokenizer, splits
     step_function = make_train_step(
         config.model, optimizer, schedule, config.optimizer.learning_rate, config.train.seed, config.train.remat, shardings,
         loss_chunk=config.train.loss_chunk, z_loss=config.train.z_loss, accumulation=config.train.accumulation, skeleton=skeleton, guard=config.guard,
+        separator=config.separator,
     )  # fmt: skip
     evaluate = make_evaluate(config, skeleton, mesh, tokenizer, splits["val"])
 

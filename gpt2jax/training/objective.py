@@ -48,13 +48,15 @@ def summed_loss(
     remat: str = "none",
     chunk: int | None = None,
     z_loss: float = 0.0,
+    separator: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """(what to minimise, the cross-entropy in it), both summed over the targets that count, in nats. Only the first has a gradient.
 
     z_loss: coefficient of log(sum of exp(logits))^2, which keeps the softmax's normaliser near 1 (PaLM, arXiv:2204.02311, section 5; ST-MoE, arXiv:2202.08906).
     chunk: the most tokens a device whose logits are held at once; `_chunked` goes over blocks of them. None: all logits at once, and JAX's own gradient.
+    separator: the id that begins a document; with one, tokens see their own document only, and its positions start at 0. None: all of their row.
     """
-    x_BTD = model.hidden(inputs_BT, dropout_key=dropout_key, remat=remat)
+    x_BTD = model.hidden(inputs_BT, segment_BT=documents(inputs_BT, separator), dropout_key=dropout_key, remat=remat)
     S, U = _parts(targets_BT.shape)
     if chunk is not None:
         config = model.config
@@ -65,6 +67,11 @@ def summed_loss(
     if not z_loss:
         return loss, jax.lax.stop_gradient(loss)
     return loss + z_loss * jnp.where(counts_BT, normalizers_BT**2, 0.0).sum(), jax.lax.stop_gradient(loss)
+
+
+def documents(tokens_BT: jax.Array, separator: int | None) -> jax.Array | None:
+    """The number of the document, in its row, that each token belongs to, int32 [B, T]: one begins at each separator. None without one."""
+    return None if separator is None else jnp.cumsum(tokens_BT == separator, 1, dtype=jnp.int32)
 
 
 def _losses_and_normalizers(logits_BTP: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

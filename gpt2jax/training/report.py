@@ -84,7 +84,7 @@ def introduce(config: Config, skeleton: GPT2, splits: dict[str, TokenData], run_
     note = f"; lora trains {adapters:,} beside them" if adapters else ""
     print(
         f"model: {parameter_count(skeleton) - adapters:,} parameters{note}; devices: {len(devices)} x {devices[0].device_kind}; "
-        f"{describe(config.model, config.sequence_length)}"
+        f"{describe(config.model, config.sequence_length, segments=config.data.separate_documents)}"
     )
     rows, axes = config.train.batch_size, " x ".join(f"{name}={size}" for name, size in mesh.shape.items() if size > 1)
     held = rows_held(rows, config.sequence_length, mesh)

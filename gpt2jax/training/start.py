@@ -58,7 +58,7 @@ def check_run(config: Config) -> tuple[Config, dict[str, TokenData], Tokenizer, 
     benchmarks(config.eval, tokenizer)
     if hosts.is_first():
         check_tracker(config.run.track)
-    describe(config.model, config.sequence_length)
+    describe(config.model, config.sequence_length, segments=config.data.separate_documents)
     mesh = training_mesh(config)
     check_accumulation(config, mesh)
     return config, splits, tokenizer, mesh

@@ -110,11 +110,13 @@ def make_train_step(
     accumulation: int = 1,
     skeleton: GPT2 | None = None,
     guard: GuardConfig | None = None,
+    separator: int | None = None,
 ) -> Callable[[TrainState, Batch, Batch], tuple[TrainState, Metrics]]:
     """step(state, inputs, targets) -> (state, metrics): jitted, the old state donated; inputs and targets int32 [B, T].
 
     The batch is run in `accumulation` micro-batches, a divisor of B. Each target that counts has the same weight in the gradient, whichever micro-batch it is
-    in (a mean of their means would give those of a short one more), and the schedule counts optimizer steps. loss_chunk and z_loss: see `summed_loss`.
+    in (a mean of their means would give those of a short one more), and the schedule counts optimizer steps. See `summed_loss` for loss_chunk, z_loss and
+    separator.
     skeleton: the abstract model that the state's parameters, trained and frozen, fill; None means config's.
     A step whose loss or gradient norm is not finite leaves parameters and optimizer as they were; `guard` says what else does (see `judge`).
     Metrics: loss (nats a target, without the z-loss), grad_norm (before clipping), lr, targets (those that count), z and applied (the guard's verdict).
@@ -135,7 +137,7 @@ def make_train_step(
             """A micro-batch's share of the mean over the whole batch's targets, and its gradient."""
 
             def loss_of(parameters: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-                sums = summed_loss(with_parameters(skeleton, {**state.frozen, **parameters}), inputs_MT, targets_MT, key, remat, loss_chunk, z_loss)
+                sums = summed_loss(with_parameters(skeleton, {**state.frozen, **parameters}), inputs_MT, targets_MT, key, remat, loss_chunk, z_loss, separator)
                 share, loss = (total / jnp.maximum(targets, 1) for total in sums)
                 return share, loss
 
