@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from peers import CORES, PROGRAMS, Worker, make_models, missing, work
+from peers import CORES, PROGRAMS, Worker, make_models, missing, serve
 
 BASE = "transformers fp32"
 #: Seconds between two turns: the threads of some programs spin on for a while when they are done, and would slow whoever comes next.
@@ -83,13 +83,13 @@ def main() -> None:
     parser.add_argument("--worker", choices=PROGRAMS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        return work(options.worker, options.folder)
+        return serve(PROGRAMS[options.worker](options.folder))
     skipped = {name: lacking for name in options.programs if (lacking := missing(name))}
     programs = [name for name in options.programs if name not in skipped]
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder or Path(temporary)
         make_models(folder, programs)
-        workers = {name: Worker(name, folder, Path(__file__)) for name in programs}
+        workers = {name: Worker(__file__, "--worker", name, "--folder", str(folder)) for name in programs}
         result: dict[str, Any] = {}
         if "decode" in options.tables:
             for batch in options.batches:

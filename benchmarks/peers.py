@@ -1,6 +1,7 @@
-"""The programs that the benchmarks of decoding compare, each in a process of its own: the same random weights, greedy, as many threads as cores.
+"""The programs that the benchmark of decoding compares, and how any benchmark runs programs: each in a process of its own, with as many threads as cores.
 
-A program is a function from the models' folder to `run(prompts, new_tokens) -> ids`; prompts are lists of ids of one length.
+A program of decoding is a function from the models' folder to `run(prompts, new_tokens) -> ids`: greedy, all with the same random weights, prompts of one
+length.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -182,33 +184,32 @@ def write_gguf(path: Path, weights: dict[str, np.ndarray], dtype: str) -> None:
     writer.close()
 
 
-def work(name: str, folder: Path) -> None:
-    """Answer each line of [prompts, new_tokens] with a line of seconds and ids."""
+def serve(run: Callable[..., Any]) -> None:
+    """Answer each line of arguments with a line of the seconds that `run` took and what it returned."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a library prints must not mix with the answers
-    run = PROGRAMS[name](folder)
     for line in sys.stdin:
-        prompts, new_tokens = json.loads(line)
+        arguments = json.loads(line)
         start = time.perf_counter()
-        ids = run(prompts, new_tokens)
-        print(json.dumps([time.perf_counter() - start, ids]), file=answers, flush=True)
+        result = run(*arguments)
+        print(json.dumps([time.perf_counter() - start, result]), file=answers, flush=True)
 
 
 class Worker:
-    """One program in its own process."""
+    """A program in its own process, that `serve`s."""
 
-    def __init__(self, name: str, folder: Path, script: Path) -> None:
-        command = [sys.executable, str(script), "--worker", name, "--folder", str(folder)]
+    def __init__(self, script: str, *options: str) -> None:
+        command = [sys.executable, script, *options]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **KEEP_HEAP})
 
-    def __call__(self, prompts: list[list[int]], new_tokens: int) -> tuple[float, list[list[int]]]:
+    def __call__(self, *arguments: Any) -> tuple[float, Any]:
         assert self.process.stdin is not None and self.process.stdout is not None
-        print(json.dumps([prompts, new_tokens]), file=self.process.stdin, flush=True)
+        print(json.dumps(arguments), file=self.process.stdin, flush=True)
         answer = self.process.stdout.readline()
         if not answer:
             raise SystemExit(f"{self.process.args} has ended; its messages stand above")
-        seconds, ids = json.loads(answer)
-        return seconds, ids
+        seconds, result = json.loads(answer)
+        return seconds, result
 
     def stop(self) -> None:
         assert self.process.stdin is not None
