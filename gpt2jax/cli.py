@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -86,7 +87,9 @@ def _dispatch(arguments: list[str]) -> int:
     plot.add_argument("--out", default="runs.png", metavar="FILE", help="the picture to write (default: runs.png)")
     run["plot"] = _plot
 
-    options, rest = parser.parse_known_args(arguments)
+    # argparse would take an option that it does not know, and that has a space in it, for a file
+    overrides = [argument for argument in arguments if re.match(r"--\w+\.\w+=", argument)] if arguments[:1] in (["train"], ["inspect"]) else []
+    options, rest = parser.parse_known_args([argument for argument in arguments if argument not in overrides])
     if options.version:
         from gpt2jax import __version__
 
@@ -97,7 +100,7 @@ def _dispatch(arguments: list[str]) -> int:
         return 0
     if rest and options.command not in ("train", "inspect"):
         raise InputError(f"unknown option {rest[0]!r}; see gpt2jax {options.command} --help")
-    return run[options.command](options, rest)
+    return run[options.command](options, [*rest, *overrides])
 
 
 def _train(options: argparse.Namespace, overrides: list[str]) -> int:

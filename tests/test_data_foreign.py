@@ -130,6 +130,7 @@ def test_a_missing_split_is_told_with_the_way_out(tmp_path: Path) -> None:
         ("train.bin", header(20240520, 1, 9) + b"\0\0" * 8, "train.bin: the file is cut: 1040 bytes instead of 1042 for the 9 tokens"),
         ("train.bin", header(20240520, 1, 9) + b"\0\0" * 10, "train.bin: 2 bytes stand after the end at 1042"),
         ("train.bin", header(20240520, 1, 0), "train.bin: the file holds no tokens"),
+        ("train.bin", header(20240520, 1, -4), "train.bin: the file holds no tokens: its header says -4"),
         ("train.bin", header(20240520, 2, 9) + b"\0\0" * 9, "train.bin: version 2 of the header 20240520; .*version 1"),
         ("train.bin", header(20240801, 7, 9) + b"\0\0" * 9, "train.bin: the file is cut: 1042 bytes instead of 1060"),
         ("train.bin", header(20240522, 1, 9) + b"\0\0" * 9, "train.bin: an evaluation file of llm.c"),
@@ -151,6 +152,14 @@ def test_other_arrays_are_refused(array: np.ndarray, said: str, tmp_path: Path) 
     np.save(tmp_path / "train.npy", array)
     np.save(tmp_path / "val.npy", np.arange(50))
     with pytest.raises(InputError, match=f"train.npy: .*{said}"):
+        opened(tmp_path)
+
+
+def test_an_archive_of_arrays_is_named(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", np.arange(50))
+    (tmp_path / "a.npz").rename(tmp_path / "train.npy")
+    np.save(tmp_path / "val.npy", np.arange(50))
+    with pytest.raises(InputError, match="train.npy: an archive of arrays"):
         opened(tmp_path)
 
 

@@ -124,7 +124,9 @@ def _open(path: Path) -> np.ndarray:
         return _map(path, np.dtype("<u2"), 0, size // 2)
     version, dtype = _FORMATS[_magic(head)]
     if head[1] != version:
-        raise InputError(f"{path}: version {head[1]} of the header {head[0]}; this gpt2jax reads version {version}")
+        raise InputError(f"{path}: version {head[1]} of the header {head[0]}; this gpt2jax reads version {version}: make the file again in that one")
+    if head[2] < 1:
+        raise InputError(f"{path}: the file holds no tokens: its header says {head[2]}; fetch or make it again")
     expected = _HEADER_BYTES + int(head[2]) * dtype.itemsize
     if size != expected:
         fault = f"the file is cut: {size} bytes instead of" if size < expected else f"{size - expected} bytes stand after the end at"
@@ -133,8 +135,6 @@ def _open(path: Path) -> np.ndarray:
 
 
 def _map(path: Path, dtype: np.dtype[Any], offset: int, count: int) -> np.ndarray:
-    if count < 1:
-        raise InputError(f"{path}: the file holds no tokens")
     return np.asarray(np.memmap(path, dtype, "r", offset, (count,)))  # slices of an ndarray cost less than a memmap's
 
 
@@ -143,7 +143,9 @@ def _open_array(path: Path, size: int) -> np.ndarray:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError, OSError) as error:
         raise InputError(f"{path}: no NumPy array, or a file that is cut ({error}); fetch or make it again") from None
-    if not isinstance(tokens, np.memmap) or tokens.ndim != 1 or tokens.dtype.kind not in "iu" or not tokens.size:
+    if not isinstance(tokens, np.memmap):
+        raise InputError(f"{path}: an archive of arrays (npz), not one list of token ids; save the array alone, by numpy.save")
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or not tokens.size:
         raise InputError(f"{path}: an array of {tokens.dtype} {list(tokens.shape)} is no list of token ids")
     if (end := tokens.offset + tokens.nbytes) != size:
         raise InputError(f"{path}: {size - end} bytes stand after the end at {end}; fetch or make it again")
