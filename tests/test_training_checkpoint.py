@@ -89,6 +89,16 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     assert _steps(tmp_path) == [2, 4, 5]
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_val_loss_that_is_not_finite_is_never_the_best(tmp_path: Path, bad: float) -> None:
+    for steps in ([(1, 3.0), (2, 1.0), (3, bad)], [(4, 2.0), (5, bad), (6, 2.5)]):  # in a second process it is read back
+        checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=1))
+        for step, loss in steps:
+            checkpoints.save(_state(step), loss)
+        checkpoints.close()
+    assert _steps(tmp_path) == [2, 6]
+
+
 def test_without_keep_best_only_the_newest_are_kept(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=1, keep_best=False))
     for step, loss in enumerate([1.0, 2.0, 3.0], start=1):

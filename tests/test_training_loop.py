@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from gpt2jax.cli import main
 from gpt2jax.config import load_config
 from gpt2jax.data import TokenData
 from gpt2jax.errors import InputError
@@ -276,12 +278,52 @@ def test_what_is_not_finite_is_never_applied_and_its_step_layer_and_rows_are_nam
 
     monkeypatch.setattr(loop, "make_train_step", spoilt)
     with pytest.raises(
-        RunFailed, match=r"loss=nan, grad_norm=nan at step 3: before the step blocks.mlp.up.w of block 1 is not finite; .*block 1's mlp; .*5 of .*5 rows"
+        RunFailed, match=r"at step 3 loss=nan, grad_norm=nan: before the step blocks.mlp.up.w of block 1 is not finite; .*block 1's mlp; .*5 of .*5 rows"
     ):
         _run(tiny_options, f"--train.log_every={log_every}", "--checkpoint.every=50")
     for name, leaf in seen["before"].items():
         np.testing.assert_array_equal(leaf, seen["after"][name], err_msg=name)
     assert [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2] * (log_every == 1)
+
+
+def test_a_run_that_fails_keeps_the_checkpoint_that_is_being_written(tiny_options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = []
+    real = Checkpoints.close
+    monkeypatch.setattr(Checkpoints, "close", lambda self: closed.append(real(self)))
+    with pytest.raises(RunFailed, match="at step 2 loss=nan"):
+        _run(tiny_options, "--optimizer.learning_rate=1e30", "--checkpoint.every=1", "--train.log_every=50", "--eval.every=0")
+    assert closed and [entry.name for entry in (tmp_path / "run" / "checkpoints").iterdir()] == ["1"]
+
+
+def test_a_spike_is_skipped_or_ends_the_run_which_goes_on_without_it(
+    tiny_options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Step 7 is to foretell a byte that no text holds. Stopped there and gone on with, a run is the one that skipped it."""
+    real = TokenData.batch
+
+    def batch(self: TokenData, step: int, rows: slice | None = None):
+        inputs, targets = real(self, step, rows)
+        return inputs, np.full_like(targets, 255) if step == 6 else targets
+
+    monkeypatch.setattr(TokenData, "batch", batch)
+    options = [*tiny_options, "--guard.warmup=4", "--guard.threshold=8", "--optimizer.decay_steps=12"]
+
+    def run(folder: str, *more: str) -> tuple[int, str]:
+        return main(["train", os.devnull, *options, f"--run.dir={tmp_path / folder}", *more]), capsys.readouterr().err
+
+    status, said = run("skips", "--guard.action=skip")
+    spike = r"loss=\d.*, grad_norm=\d.*, \d+\.\d standard deviations above the mean \(guard.threshold=8\)"
+    assert status == 0 and len(re.findall(f"^step 7 skipped by the guard: {spike}$", said, re.M)) == said.count("skipped by") == 1
+    lines = read_metrics(tmp_path / "skips" / "metrics.jsonl")
+    assert [line["skipped"] for line in lines] == [0] * 6 + [1] * 6 and lines[6]["grad_norm"] > 1.5 * lines[5]["grad_norm"]
+    status, said = run("stops", "--guard.action=stop")
+    assert status == 1 and re.search(f"^gpt2jax: the run failed: at step 7 {spike}; the step was not applied; go on with --run.resume=auto", said, re.M)
+    assert [line["step"] for line in read_metrics(tmp_path / "stops" / "metrics.jsonl")] == [*range(1, 7)]
+    assert run("stops", "--guard.action=skip", "--run.resume=auto", "--train.steps=8")[0] == 0
+    assert run("stops", "--guard.action=skip", "--run.resume=auto")[0] == 0, "from a checkpoint behind it"
+    seen = [[{k: v for k, v in line.items() if k in ("step", "loss", "grad_norm", "skipped")} for line in read_metrics(tmp_path / d / "metrics.jsonl")]
+            for d in ("skips", "stops")]  # fmt: skip
+    assert seen[0] == seen[1]
 
 
 def test_documents_may_be_kept_apart(tiny_options: list[str], tmp_path: Path) -> None:

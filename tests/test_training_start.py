@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from gpt2jax.config import CheckpointConfig, Config, RunConfig, load_config
+from gpt2jax.config import CheckpointConfig, Config, DataConfig, RunConfig, load_config
 from gpt2jax.errors import InputError
-from gpt2jax.tokenizer import load_tokenizer
+from gpt2jax.tokenizer import Tokenizer, load_tokenizer
 from gpt2jax.training.folder import CONFIG, TOKENIZER
-from gpt2jax.training.start import _check_run_dir, _from_anywhere, lay_out
+from gpt2jax.training.start import _check_data, _check_run_dir, _fit_tokenizer, _from_anywhere, lay_out
 
 DATA: Any = types.SimpleNamespace(fingerprint="f", tokens=9)
 
@@ -60,6 +60,23 @@ def test_checkpoints_elsewhere_belong_to_one_run_and_are_not_forgotten(tmp_path:
         _check_run_dir(run_dir, _config(run_dir, where=str(empty)))
     there.rename(empty)
     assert _check_run_dir(run_dir, _config(run_dir, where=str(empty))) is not None
+
+
+@pytest.mark.parametrize("text", ["", "[1]", '{"tokens": 3}', "null"])
+def test_a_damaged_note_of_the_data_is_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "data.json"
+    path.write_text(text)
+    with pytest.raises(InputError, match=r"data.json is damaged: .*; remove it"):
+        _check_data(path, DATA, resume=True)
+
+
+def test_documents_are_kept_apart_by_an_end_of_text_alone() -> None:
+    tokenizer = Tokenizer("hf", {bytes([byte]): byte for byte in range(256)}, {}, eot=None)
+    apart = Config(data=DataConfig(separate_documents=True))
+    with pytest.raises(InputError, match="data.separate_documents needs an end of text between documents, and data.tokenizer=gpt2 has none"):
+        _fit_tokenizer(apart, tokenizer)
+    assert _fit_tokenizer(Config(), tokenizer).model.eos_token_id is None
+    assert _fit_tokenizer(apart, load_tokenizer("bytes")).separator == 256
 
 
 def test_a_folder_of_checkpoints_means_the_same_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import dataclasses
 import datetime
 import errno
 import functools
+import math
 import os
 import shutil
 import tempfile
@@ -104,7 +105,7 @@ class Checkpoints:
             if step in self._manager.all_steps():
                 return
             self._saved_at = self._now()
-            self._facts[step] = _Facts(step, _datetime(self._saved_at), None if val_loss is None else {"val_loss": val_loss})
+            self._facts[step] = _facts(step, self._saved_at, val_loss)
             facts = ocp.args.JsonSave({"time": self._saved_at, "val_loss": val_loss, "unlogged": unlogged})
             arrays = {name: ocp.args.StandardSave(tree) for name, tree in _items(state).items()}
             self._manager.save(step, args=ocp.args.Composite(facts=facts, **arrays), force=True)
@@ -183,10 +184,9 @@ class Checkpoints:
         at = self._folder / str(step)
         try:
             read = ocp.JsonCheckpointHandler().restore(at / "facts")
-            saved_at, val_loss, unlogged = float(read["time"]), read["val_loss"], read["unlogged"]
+            return _facts(step, float(read["time"]), read["val_loss"]), read["unlogged"]
         except Exception:
-            saved_at, val_loss, unlogged = at.stat().mtime, None, None
-        return _Facts(step, _datetime(saved_at), None if val_loss is None else {"val_loss": float(val_loss)}), unlogged
+            return _facts(step, at.stat().mtime, None), None
 
     def _set_aside(self, steps: list[int]) -> None:
         """Rename checkpoints that are not whole, so that their steps can be saved again."""
@@ -302,8 +302,9 @@ def _reason(error: Exception) -> str:
     return ": ".join([*system[:1], text[:200]]) or type(error).__name__
 
 
-def _datetime(seconds: float) -> datetime.datetime:
-    return datetime.datetime.fromtimestamp(seconds, tz=datetime.UTC)
+def _facts(step: int, seconds: float, val_loss: float | None) -> _Facts:
+    known = None if val_loss is None or not math.isfinite(val_loss) else {"val_loss": float(val_loss)}  # nan would be taken for the lowest
+    return _Facts(step, datetime.datetime.fromtimestamp(seconds, tz=datetime.UTC), known)
 
 
 def _umask() -> int:

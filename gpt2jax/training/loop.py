@@ -103,7 +103,7 @@ def _run(mesh: Mesh, config: Config, run_dir: Path, tokenizer: Tokenizer, splits
     validates = hosts.any_of(int(unlogged is not None))  # a signal came in between
     traced = Trace(config.run.trace, run_dir, step)
     with Report(config, run_dir, step - validates) as report, Prefetch(read, stop=steps) as batches, traced as trace:
-        watch = Watch(config, skeleton, read, report.say)
+        watch = Watch(config, skeleton, read, report.say, checkpoints)
         if validates and (val := evaluate(state, signals)) and unlogged:
             report.log(step, **unlogged, val=val)  # type: ignore[arg-type]
         while step < steps and not signals.heard(step, config.train.log_every):
@@ -150,8 +150,10 @@ def _run(mesh: Mesh, config: Config, run_dir: Path, tokenizer: Tokenizer, splits
 class Watch:
     """What the step decided on the device, looked at from time to time: each step that was not applied is reported, or ends the run."""
 
-    def __init__(self, config: Config, skeleton: GPT2, batch_of: Callable[[int], tuple[jax.Array, jax.Array]], say: Callable[[str], None]) -> None:
-        self._config, self._skeleton, self._batch_of, self._say = config, skeleton, batch_of, say
+    def __init__(
+        self, config: Config, skeleton: GPT2, batch_of: Callable[[int], tuple[jax.Array, jax.Array]], say: Callable[[str], None], checkpoints: Checkpoints
+    ) -> None:
+        self._config, self._skeleton, self._batch_of, self._say, self._checkpoints = config, skeleton, batch_of, say, checkpoints
         self._since: dict[int, Metrics] = {}
         self.skipped: int | None = None
 
@@ -166,21 +168,25 @@ class Watch:
         skipped = None if state.guard is None else int(state.guard.skipped)
         for step, measured in since.items() if skipped != self.skipped or ended else ():
             loss, norm, z = (float(measured[key]) for key in ("loss", "grad_norm", "z"))
-            what = f"loss={loss:.6g}, grad_norm={norm:.6g} at step {step}"
+            what = f"loss={loss:.6g}, grad_norm={norm:.6g}"
             spike = f"{what}, {z:.1f} standard deviations above the mean (guard.threshold={guard.threshold:g})" if math.isfinite(z) else what
             if step == ended:
-                raise RunFailed(self._explain(state, step, spike, math.isfinite(z)))
+                self._checkpoints.close()  # one that is being written is what the run may go on from
+                raise RunFailed(f"at step {step} {spike}{self._explain(state, step, math.isfinite(z))}")
             if not bool(measured["applied"]):
                 self._say(f"step {step} skipped by the guard: {spike}")
         self.skipped = skipped
 
-    def _explain(self, state: TrainState, step: int, spike: str, finite: bool) -> str:
+    def _explain(self, state: TrainState, step: int, finite: bool) -> str:
         guard = self._config.guard
-        count = f", the last of guard.patience={guard.patience} in a row that were skipped" if guard.action == "skip" else ""
-        if finite:
-            return f"{spike}{count}; the step was not applied; lower optimizer.learning_rate, or go on from the last checkpoint with another guard"
-        cause = diagnose(self._config, self._skeleton, state, *self._batch_of(step - 1))
-        return f"{spike}{count}: {cause}; lower optimizer.learning_rate, raise optimizer.warmup_steps, or go on with --run.resume=auto --guard.action=skip"
+        why, out = "", "--guard.action=skip"
+        if guard.action == "skip":
+            why = f", the last of guard.patience={guard.patience} in a row that were skipped"
+            out = "another guard, from an earlier checkpoint (remove later ones first)"
+        if not finite:
+            why += f": {diagnose(self._config, self._skeleton, state, *self._batch_of(step - 1))}"
+        anew = "start in another --run.dir with a lower optimizer.learning_rate or more optimizer.warmup_steps"
+        return f"{why}; the step was not applied; go on with --run.resume=auto and {out}, or {anew}"
 
 
 def _one_line(error: Exception) -> str:

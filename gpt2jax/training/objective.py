@@ -57,7 +57,6 @@ def summed_loss(
     separator: the id that begins a document; with one, tokens see their own document only, and its positions start at 0. None: all of their row.
     """
     x_BTD = model.hidden(inputs_BT, segment_BT=documents(inputs_BT, separator), dropout_key=dropout_key, remat=remat)
-    S, U = _parts(targets_BT.shape)
     if chunk is not None:
         config = model.config
         total, loss = _chunked(x_BTD, model.head_table[...], targets_BT, config.vocab_size, config.compute_dtype, chunk, z_loss)

@@ -129,6 +129,8 @@ def _fit_tokenizer(config: Config, tokenizer: Tokenizer) -> Config:
             f"model.vocab_size={config.model.vocab_size} is smaller than the {tokenizer.n_vocab} ids of data.tokenizer={config.data.tokenizer}; "
             f"pass --model.vocab_size={tokenizer.n_vocab}"
         )
+    if config.data.separate_documents and tokenizer.eot is None:
+        raise InputError(f"data.separate_documents needs an end of text between documents, and data.tokenizer={config.data.tokenizer} has none; leave it out")
     return dataclasses.replace(config, model=dataclasses.replace(config.model, eos_token_id=tokenizer.eot))
 
 
@@ -142,7 +144,10 @@ def _open_splits(config: Config, tokenizer: Tokenizer) -> dict[str, TokenData]:
 
 def _check_data(path: Path, data: TokenData, *, resume: bool) -> None:
     if resume and path.is_file():
-        before = json.loads(path.read_text(encoding="utf-8"))["fingerprint"]
+        try:
+            before = json.loads(path.read_text(encoding="utf-8"))["fingerprint"]
+        except (ValueError, TypeError, KeyError):
+            raise InputError(f"{path} is damaged: no fingerprint of the data can be read; remove it if the data is as it was") from None
         if before != data.fingerprint:
             prints = f"fingerprint {before[:12]} in {path}, now {data.fingerprint[:12]}"
             raise InputError(f"the data has changed since this run began ({prints}); give the old data back, or start in another --run.dir")
