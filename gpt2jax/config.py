@@ -23,6 +23,7 @@ from gpt2jax.model.config import PRESETS as PRESETS
 from gpt2jax.model.config import STRICT, Count, ModelConfig, Natural, NonNegative, Positive, Probability, preset
 
 Size = Annotated[int, Field(ge=-1)]
+Name = Annotated[str, Field(min_length=1)]  # an empty path would be the working folder
 
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -30,7 +31,7 @@ class DataConfig:
     """Where tokens come from."""
 
     source: Annotated[
-        str | dict[str, Positive],
+        Name | dict[str, Positive],
         "python-stdlib, a folder made by `gpt2jax prepare`, token files of nanoGPT or llm.c, or text files or folders to prepare first; "
         "or several with weights, as in {data/web: 0.7, data/code: 0.3}",
     ] = "python-stdlib"
@@ -139,7 +140,7 @@ class EvalConfig:
 class CheckpointConfig:
     """What is kept of a run."""
 
-    dir: Annotated[str | None, "folder, or gs:// or s3:// URL, that holds the checkpoints of this run alone; none means RUN/checkpoints"] = None
+    dir: Annotated[Name | None, "folder, or gs:// or s3:// URL, that holds the checkpoints of this run alone; none means RUN/checkpoints"] = None
     every: Annotated[Natural, "steps between checkpoints; 0 means only at the end"] = 250
     every_minutes: Annotated[Positive | None, "also one at the first line of metrics so many minutes after the last; none means by steps alone"] = None
     keep: Annotated[Count, "newest checkpoints kept"] = 2
@@ -164,7 +165,7 @@ class GuardConfig:
 class RunConfig:
     """Where the run lives."""
 
-    dir: Annotated[str, "folder of the run"] = "runs/default"
+    dir: Annotated[Name, "folder of the run"] = "runs/default"
     init_from: Annotated[str | None, "start from the weights, model and tokenizer of a run, converted or Hugging Face folder, or hub id"] = None
     resume: Annotated[Literal["never", "auto"], "auto: go on from the newest checkpoint in run.dir, if there is one"] = "never"
     sample_prompt: Annotated[str | None, "text continued at the end of the run; none prints no sample"] = "\n"
@@ -334,7 +335,9 @@ def _parse_override(text: str) -> dict[str, Any]:
         return {section: {key: None if value in ("null", "none") else value}}
     try:
         return {section: {key: None if value == "none" else yaml.load(value, _Loader)}}
-    except yaml.YAMLError:
+    except yaml.YAMLError as error:
+        if _takes_mapping(section, key):
+            raise InputError(f"--{section}.{key}={value} is no mapping: {' '.join(str(error).split())}") from None
         return {section: {key: value}}
 
 
@@ -404,8 +407,10 @@ def _explain(section: str, error: pydantic.ValidationError) -> str:
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, InputError):  # from a __post_init__, which names its keys itself
         return str(cause)
-    more = f" ({len(error.errors()) - 1} more such)" if len(error.errors()) > 1 else ""
-    return f"{section}.{first['loc'][0]}={first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}{more}"
+    key, *inside = first["loc"]
+    others = len({fault["loc"][0] for fault in error.errors()}) - 1  # a union has a fault for each of its branches
+    more = f" ({others} more such)" * bool(others)
+    return f"{section}.{key}{f' of {inside[1]}' if inside[1:] else ''}={first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}{more}"
 
 
 def _plain_type(hint: Any) -> str:

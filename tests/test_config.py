@@ -46,6 +46,23 @@ def test_text_options_are_taken_as_they_stand() -> None:
     assert (config.run.dir, config.data.source, config.run.sample_prompt) == ("2024", "yes", "a=b: {c}")
 
 
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("{a/b: 1, c: -1}", "data.source of c=-1: input should be greater than 0$"),
+        ("{a: x}", "data.source of a='x': input should be a valid number$"),
+        ("{a}", "data.source of a=None"),
+        ("{a: 1", "--data.source={a: 1 is no mapping: "),
+        ("{a: 1, a: 2}", "is no mapping: key 'a' stands twice"),
+        ("", "data.source='': string should have at least 1 character$"),
+    ],
+)
+def test_a_mix_that_is_wrong_is_named_by_its_source(value: str, words: str) -> None:
+    assert load_config(None, ["--data.source={a/b: 1, c: 1e-9}"]).data.source == {"a/b": 1.0, "c": 1e-9}
+    with pytest.raises(InputError, match=words):
+        load_config(None, [f"--data.source={value}"])
+
+
 def test_extends_names_only_what_changes(tmp_path: Path) -> None:
     (tmp_path / "base.yaml").write_text("model: {n_layer: 3, n_head: 2, n_embd: 6}\ntrain: {steps: 5}\n")
     (tmp_path / "sub").mkdir()

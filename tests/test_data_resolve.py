@@ -132,3 +132,8 @@ def test_cache_dir(monkeypatch: pytest.MonkeyPatch) -> None:
     assert default_cache_dir() == Path("/x/gpt2jax")
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert default_cache_dir() == Path.home() / ".cache" / "gpt2jax"
+
+
+def test_a_source_that_the_system_refuses_is_named() -> None:
+    with pytest.raises(InputError, match="^a{300}: cannot be read: File name too long; name another data.source"):
+        module.open_splits("a" * 300, BYTES, sequence_length=8, batch_size=1, seed=0)

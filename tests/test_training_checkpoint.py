@@ -99,6 +99,18 @@ def test_a_val_loss_that_is_not_finite_is_never_the_best(tmp_path: Path, bad: fl
     assert _steps(tmp_path) == [2, 6]
 
 
+def test_folders_that_are_no_checkpoints_are_left_alone(tmp_path: Path) -> None:
+    junk = {"\N{SUPERSCRIPT TWO}", "-3", "1e3", "9.orbax-checkpoint", "broken-7", "notes.txt"}
+    for name in junk:
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=1))
+    assert checkpoints.restore(_state()) is None
+    checkpoints.save(_state(1))
+    checkpoints.save(_state(2))
+    checkpoints.close()
+    assert {entry.name for entry in (tmp_path / "checkpoints").iterdir()} == junk | {"2"}
+
+
 def test_without_keep_best_only_the_newest_are_kept(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=1, keep_best=False))
     for step, loss in enumerate([1.0, 2.0, 3.0], start=1):

@@ -48,6 +48,26 @@ def test_wherever_laying_out_is_cut_off_the_next_start_completes_it(tmp_path: Pa
     assert load_tokenizer(str(run_dir / TOKENIZER)).n_vocab == 257 and load_config(run_dir / CONFIG) == _config(run_dir)
 
 
+@pytest.mark.parametrize("inside", ["", "deeper"])
+def test_folders_that_cannot_be_used_are_refused_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inside: str) -> None:
+    """And not when the first checkpoint is due."""
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "closed").mkdir()
+    lay_out(tmp_path / "run", _config(tmp_path / "run"), load_tokenizer("bytes"), DATA)
+    (tmp_path / "run" / "checkpoints").write_text("mine")
+    real = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path / "closed" and real(path, mode))  # root may write anywhere
+    for config, words in [
+        (_config(tmp_path / "new", where=str(tmp_path / "file" / inside)), "checkpoint.dir .*file.* can't be used: .*file is no folder; choose another"),
+        (_config(tmp_path / "new", where=str(tmp_path / "closed" / inside)), "checkpoint.dir .*closed.* can't be used: .*closed can't be written to"),
+        (_config(tmp_path / "closed" / inside), "run.dir .*closed.* can't be used: .*closed can't be written to"),
+        (_config(tmp_path / "file" / "deeper"), "run.dir .*deeper can't be used: .*file is no folder"),
+        (_config(tmp_path / "run"), "checkpoint.dir .*run/checkpoints can't be used: .*checkpoints is no folder"),
+    ]:
+        with pytest.raises(InputError, match=words):
+            _check_run_dir(Path(config.run.dir), config)
+
+
 def test_checkpoints_elsewhere_belong_to_one_run_and_are_not_forgotten(tmp_path: Path) -> None:
     there, empty, run_dir = tmp_path / "there", tmp_path / "empty", tmp_path / "run"
     (there / "7").mkdir(parents=True)

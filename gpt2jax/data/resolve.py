@@ -92,7 +92,11 @@ def resolve_source(
 
 
 def _open(source: str, tokenizer: Tokenizer, verify: bool, val_fraction: float, seed: int, cache_dir: Path | None) -> dict[str, TokenSource]:
-    if not (Path(source) / MANIFEST).is_file() and (files := find_token_files(source)):
+    try:
+        files = None if (Path(source) / MANIFEST).is_file() else find_token_files(source)
+    except OSError as error:
+        raise InputError(f"{source}: cannot be read: {error.strerror}; name another data.source, or change its permissions") from None
+    if files is not None:
         return foreign_tokens(files, tokenizer, verify=verify)
     folder = resolve_source(source, tokenizer, val_fraction=val_fraction, seed=seed, cache_dir=cache_dir)
     return {split: prepared_tokens(folder, split, verify=verify) for split in ("train", "val")}

@@ -39,7 +39,7 @@ def is_checkpoint(path: str | Path) -> bool:
 
 def split_step(path: Path) -> tuple[Path, int | None]:
     """(run folder, step) of a step's folder inside checkpoints/; (path, None) of any other."""
-    inside = path.name.isdigit() and path.absolute().parent.name == CHECKPOINTS
+    inside = path.name.isdecimal() and path.absolute().parent.name == CHECKPOINTS
     return (path.absolute().parent.parent, int(path.name)) if inside else (path, None)
 
 
@@ -68,7 +68,7 @@ def is_url(where: str) -> bool:
 
 def finished_steps(checkpoints: Any) -> list[int]:
     """The steps with a whole checkpoint in a folder of checkpoints, in order: an unfinished one has another name."""
-    return sorted(int(entry.name) for entry in checkpoints.iterdir() if entry.name.isdigit()) if checkpoints.is_dir() else []
+    return sorted(int(entry.name) for entry in checkpoints.iterdir() if entry.name.isdecimal()) if checkpoints.is_dir() else []
 
 
 def saved_config(run_dir: Path) -> Config | None:
@@ -83,6 +83,15 @@ def require_unused(folder: Path, way_out: str) -> None:
         raise InputError(f"{folder} is a file, not a folder; {way_out}")
     if folder.is_dir() and any(not _DRAFT.fullmatch(entry.name) for entry in folder.iterdir()):
         raise InputError(f"folder {folder} is already in use; {way_out}")
+
+
+def require_writable(folder: Path, what: str) -> None:
+    """InputError unless `folder` can be made, or is there and can be written to; `what` names it."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists() or path.is_symlink())
+    if not there.is_dir():
+        raise InputError(f"{what} {folder} can't be used: {there} is no folder; choose another, or remove that")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise InputError(f"{what} {folder} can't be used: {there} can't be written to; choose another, or change its permissions")
 
 
 def write_text(path: Path, text: str) -> None:

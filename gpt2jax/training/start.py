@@ -17,6 +17,7 @@ from gpt2jax.parallel.mesh import training_mesh
 from gpt2jax.tokenizer import Tokenizer, load_tokenizer
 from gpt2jax.training.evaluate import benchmarks
 from gpt2jax.training.folder import (
+    CHECKPOINTS,
     CONFIG,
     TOKENIZER,
     checkpoint_folder,
@@ -24,6 +25,7 @@ from gpt2jax.training.folder import (
     is_url,
     remove_drafts,
     require_unused,
+    require_writable,
     saved_config,
     write_text,
     write_whole,
@@ -80,12 +82,16 @@ def _check_run_dir(run_dir: Path, config: Config) -> Config | None:
     if earlier is None:
         never = "pass --run.resume=auto to go on with that run, or another --run.dir"
         require_unused(run_dir, never if config.run.resume == "never" else "it holds no run to go on with; choose another --run.dir")
+    require_writable(run_dir, "run.dir")
+    where = config.checkpoint.dir
+    if where is None or not is_url(where):
+        require_writable(Path(where or run_dir / CHECKPOINTS), "checkpoint.dir")
     steps, before = _steps(run_dir, config), [] if earlier is None else _steps(run_dir, earlier)
     if earlier is None and steps:
-        raise InputError(f"checkpoint.dir={config.checkpoint.dir} holds checkpoints of another run (steps {steps}); give a folder of its own")
+        raise InputError(f"checkpoint.dir={where} holds checkpoints of another run (steps {steps}); give a folder of its own")
     if before and not steps:
-        where = checkpoint_folder(run_dir, earlier.checkpoint.dir if earlier else None)
-        raise InputError(f"the checkpoints of {run_dir} are in {where}, and checkpoint.dir={config.checkpoint.dir} has none; move them there first")
+        there = checkpoint_folder(run_dir, earlier.checkpoint.dir if earlier else None)
+        raise InputError(f"the checkpoints of {run_dir} are in {there}, and checkpoint.dir={where} has none; move them there first")
     return earlier
 
 
