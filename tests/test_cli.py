@@ -26,7 +26,7 @@ ROOT = Path(__file__).parent.parent
         (["train", "nowhere.yaml"], "config file nowhere.yaml does not exist"),
         (["train", "--train.stepz=3"], "did you mean train.steps?"),
         (["train", "--frob"], "cannot read option '--frob'"),
-        (["train", "--data.source={a/b: 1, c: -1}"], "data.source=-1: input should be greater than 0"),
+        (["train", "--data.source={a/b: 1, c: -1}"], "data.source of c=-1: input should be greater than 0"),
         (["train", "--run.dir=my runs/a", "--train.steps=0"], "train.steps=0: input should be greater than or equal to 1"),
         (["train", os.devnull, "b.yaml"], "config file b.yaml does not exist"),
         (["convert", "nowhere/at/all", "--out", "x"], "there is no nowhere/at/all"),
