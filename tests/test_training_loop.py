@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -334,3 +335,21 @@ def test_documents_may_be_kept_apart(tiny_options: list[str], tmp_path: Path) ->
         assert _run(tiny_options, *options, f"--run.dir={tmp_path / apart}") == 0
         losses.append([(line["loss"], line["val_loss"]) for line in read_metrics(tmp_path / apart / "metrics.jsonl")])
     assert losses[0][0][0] != losses[1][0][0] and losses[0][-1][1] != losses[1][-1][1]
+
+
+def test_another_runs_checkpoints_are_not_gone_on_with(tiny_options: list[str], tmp_path: Path) -> None:
+    shared = f"--checkpoint.dir={tmp_path / 'shared'}"
+    assert _run(tiny_options, shared, "--train.steps=2", f"--run.dir={tmp_path / 'first'}") == 0
+    shutil.copytree(tmp_path / "first", tmp_path / "second")
+    (tmp_path / "second" / "data.json").write_text((tmp_path / "first" / "data.json").read_text().replace('"run": "', '"run": "x'))
+    with pytest.raises(InputError, match=r"checkpoint .*shared.2 is another run's; give .*second a checkpoint.dir of its own"):
+        _run(tiny_options, shared, "--train.steps=3", f"--run.dir={tmp_path / 'second'}", "--run.resume=auto")
+    assert [path.name for path in (tmp_path / "shared").iterdir() if path.name[0] != "."] == ["2"]
+    (tmp_path / "first").rename(tmp_path / "renamed")
+    assert _run(tiny_options, shared, "--train.steps=3", f"--run.dir={tmp_path / 'renamed'}", "--run.resume=auto") == 0
+
+
+def test_a_val_loss_that_is_not_finite_is_null(tiny_options: list[str], tmp_path: Path) -> None:
+    _run(tiny_options, "--train.steps=1", "--optimizer.learning_rate=1e30")
+    text = (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert json.loads(text)["loss"] > 0 and "NaN" not in text and '"val_loss": null' in text

@@ -35,7 +35,7 @@ from gpt2jax.model.lora import abstract_adapted, adapter_variables, merged
 from gpt2jax.model.parameters import abstract_model, check_parameters, named_parameters, with_parameters
 from gpt2jax.parallel import hosts
 from gpt2jax.tokenizer import Tokenizer, load_tokenizer
-from gpt2jax.training.folder import BASE, CONFIG, TOKENIZER, checkpoint_folder, finished_steps, require_unused, split_step, write_text
+from gpt2jax.training.folder import BASE, CONFIG, TOKENIZER, checkpoint_folder, finished_steps, require_unused, run_id, split_step, write_text
 from gpt2jax.training.guard import Guard
 from gpt2jax.training.step import TrainState
 
@@ -74,7 +74,7 @@ class Checkpoints:
 
     def __init__(self, run_dir: Path, config: CheckpointConfig, clock: Callable[[], float] = time.time) -> None:
         """InputError for a checkpoint.dir that can't be used. Nothing is written before the first `save`."""
-        self._folder, self._config, self._clock = checkpoint_folder(run_dir, config.dir), config, clock
+        self._run_dir, self._folder, self._config, self._clock = run_dir, checkpoint_folder(run_dir, config.dir), config, clock
         self._facts: dict[int, _Facts] = {}
         self._saved_at, self._saving = self._now(), False
         self.unlogged: dict[str, float] | None = None
@@ -106,7 +106,7 @@ class Checkpoints:
                 return
             self._saved_at = self._now()
             self._facts[step] = _facts(step, self._saved_at, val_loss)
-            facts = ocp.args.JsonSave({"time": self._saved_at, "val_loss": val_loss, "unlogged": unlogged})
+            facts = ocp.args.JsonSave({"time": self._saved_at, "val_loss": val_loss, "unlogged": unlogged, "run": run_id(self._run_dir)})
             arrays = {name: ocp.args.StandardSave(tree) for name, tree in _items(state).items()}
             self._manager.save(step, args=ocp.args.Composite(facts=facts, **arrays), force=True)
             self._saving = True
@@ -127,6 +127,8 @@ class Checkpoints:
         steps = finished_steps(self._folder) if hosts.is_first() else []
         passed: list[int] = []
         while (step := hosts.any_of(steps.pop() if steps else -1)) >= 0:
+            if self._owner(step) not in (None, run_id(self._run_dir)):
+                raise InputError(f"the checkpoint {self._folder / str(step)} is another run's; give {self._run_dir} a checkpoint.dir of its own")
             state, why = self._read(step, target)
             if not hosts.any_of(int(state is None)):
                 self._set_aside(passed)
@@ -187,6 +189,13 @@ class Checkpoints:
             return _facts(step, float(read["time"]), read["val_loss"]), read["unlogged"]
         except Exception:
             return _facts(step, at.stat().mtime, None), None
+
+    def _owner(self, step: int) -> str | None:
+        """The run that saved a checkpoint; None if it doesn't say."""
+        try:
+            return ocp.JsonCheckpointHandler().restore(self._folder / str(step) / "facts").get("run")
+        except Exception:
+            return None
 
     def _set_aside(self, steps: list[int]) -> None:
         """Rename checkpoints that are not whole, so that their steps can be saved again."""

@@ -6,12 +6,13 @@ checkpoints/STEP/        Orbax: `parameters` (float32 by name); in a run also `o
                          elsewhere (checkpoint.dir)
 base/                    (a run with lora only) Orbax: the parameters that are not trained; checkpoints then hold the adapters alone
 tensorboard/, wandb_id, trace/   (a run only, if asked for) events, the id of its W&B run, a profile
-data.json, metrics.jsonl (a run only) the data's fingerprint; one JSON object a line
+data.json, metrics.jsonl (a run only) the data's fingerprint, and the run's own name; one JSON object a line
 """
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -22,7 +23,7 @@ from typing import Any
 from gpt2jax.config import Config, load_config
 from gpt2jax.errors import InputError
 
-CHECKPOINTS, CONFIG, TOKENIZER, BASE = "checkpoints", "config.yaml", "tokenizer", "base"
+CHECKPOINTS, CONFIG, TOKENIZER, BASE, DATA = "checkpoints", "config.yaml", "tokenizer", "base", "data.json"
 
 #: What fsspec needs for the files of a URL; arrays go through TensorStore, which knows these by itself.
 _REMOTE = {"gs": "gcsfs", "s3": "s3fs"}
@@ -75,6 +76,14 @@ def saved_config(run_dir: Path) -> Config | None:
     """The configuration that a run folder was started with; None if it has none yet."""
     path = run_dir / CONFIG
     return load_config(path) if path.is_file() else None
+
+
+def run_id(run_dir: Path) -> str | None:
+    """What tells a run from others that keep their checkpoints in the same place; None if it has none."""
+    try:
+        return str(json.loads((run_dir / DATA).read_text(encoding="utf-8"))["run"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
 
 
 def require_unused(folder: Path, way_out: str) -> None:

@@ -63,9 +63,9 @@ class Report:
         mfu, causal_mfu = self._used.at(rate)
         if self._file:
             values = dict(
-                step=step, tokens=step * self._batch_tokens, loss=_finite(loss), val_loss=val["loss"] if val else None, lr=lr, grad_norm=_finite(grad_norm),
-                tokens_per_s=round(rate, 1), val_bits_per_byte=val["bits_per_byte"] if val else None, mfu=mfu, causal_mfu=causal_mfu,
-                memory_bytes=_peak_memory(), skipped=skipped, **{name: (val or {}).get(name) for name in self._scores},
+                step=step, tokens=step * self._batch_tokens, loss=_finite(loss), val_loss=_finite(val["loss"]) if val else None, lr=lr,
+                grad_norm=_finite(grad_norm), tokens_per_s=round(rate, 1), val_bits_per_byte=_finite(val["bits_per_byte"]) if val else None, mfu=mfu,
+                causal_mfu=causal_mfu, memory_bytes=_peak_memory(), skipped=skipped, **{name: (val or {}).get(name) for name in self._scores},
             )  # fmt: skip
             self._file.write(**values)
             if self._tracker:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import uuid
 from pathlib import Path
 
 from jax.sharding import Mesh
@@ -19,6 +20,7 @@ from gpt2jax.training.evaluate import benchmarks
 from gpt2jax.training.folder import (
     CHECKPOINTS,
     CONFIG,
+    DATA,
     TOKENIZER,
     checkpoint_folder,
     finished_steps,
@@ -26,6 +28,7 @@ from gpt2jax.training.folder import (
     remove_drafts,
     require_unused,
     require_writable,
+    run_id,
     saved_config,
     write_text,
     write_whole,
@@ -56,7 +59,7 @@ def check_run(config: Config) -> tuple[Config, dict[str, TokenData], Tokenizer, 
     else:
         check_start(config, tokenizer)
     splits = _open_splits(config, tokenizer)
-    _check_data(run_dir / "data.json", splits["train"], resume=earlier is not None)
+    _check_data(run_dir / DATA, splits["train"], resume=earlier is not None)
     benchmarks(config.eval, tokenizer)
     if hosts.is_first():
         check_tracker(config.run.track)
@@ -73,7 +76,8 @@ def lay_out(run_dir: Path, config: Config, tokenizer: Tokenizer, data: TokenData
     write_text(run_dir / CONFIG, to_yaml(config))  # first: it makes the folder one to go on with
     if not (run_dir / TOKENIZER).is_dir():
         write_whole(run_dir / TOKENIZER, tokenizer.save)
-    write_text(run_dir / "data.json", json.dumps({"fingerprint": data.fingerprint, "tokens": data.tokens}) + "\n")
+    facts = {"fingerprint": data.fingerprint, "tokens": data.tokens, "run": run_id(run_dir) or uuid.uuid4().hex}
+    write_text(run_dir / DATA, json.dumps(facts) + "\n")
 
 
 def _check_run_dir(run_dir: Path, config: Config) -> Config | None:
