@@ -1,7 +1,7 @@
 """The explicit inventory of a configuration: parameters by part, FLOPs a token, bytes of the decode cache, each from a formula.
 
-Letters: V vocabulary, C rows of the position table, T context, L layers, d width, H heads, G key/value heads, K head width, f inner width of the MLP,
-A tokens that a token sees.
+Letters: V vocabulary, C rows of the position table, T context, L layers, d width, H heads, G key/value heads, K head width, f inner width of the MLP or of
+an expert, A tokens that a token sees; E experts, of which a token uses N, and S that all tokens share.
 """
 
 from __future__ import annotations
@@ -59,6 +59,12 @@ class Inventory:
         return sum(entry.total for entry in self.parameters if not entry.part.endswith("table"))
 
     @property
+    def active_parameter_count(self) -> int:
+        """Without the experts that a token does not use."""
+        c = self.config
+        return self.parameter_count - (c.n_layer * (c.moe_experts - c.moe_top_k) * 3 * c.n_embd * c.mlp_width if c.mlp == "moe" else 0)
+
+    @property
     def forward_flops(self) -> int:
         return sum(entry.total for entry in self.flops)
 
@@ -74,6 +80,7 @@ class Inventory:
         return {
             "parameters": lines(self.parameters),
             "parameter_count": self.parameter_count,
+            "active_parameter_count": self.active_parameter_count,
             "non_embedding_count": self.non_embedding_count,
             "context": self.context,
             "flops_per_token": lines(self.flops),
@@ -93,11 +100,12 @@ def take_inventory(config: ModelConfig, context: int | None = None) -> Inventory
         raise InputError(f"context={T} must be 1 or more, and with a table of positions at most model.n_positions={config.n_positions}")
     letters = dict(V=config.vocab_size, C=config.n_positions, L=config.n_layer, d=config.n_embd, H=config.n_head, G=config.kv_head_count)
     letters |= dict(K=config.head_width, f=config.mlp_width, A=min(T, config.sliding_window or T))
+    letters |= dict(E=config.moe_experts, N=config.moe_top_k, S=config.moe_shared) if config.mlp == "moe" else {}
     entry = lambda part, formula, times=1: Entry(part, formula.replace("*", "·"), eval(formula, {"__builtins__": {}}, letters), times)  # noqa: E731
     L = config.n_layer
     parameters = [entry(part, formula, L if part.startswith("block") else 1) for part, formula in _parameters(config)]
     _check(config, parameters)
-    matrices = "3*d*f" if config.mlp in ("swiglu", "geglu") else "2*d*f"
+    matrices = {"gelu": "2*d*f", "moe": "(d*E + (N + S)*3*d*f)"}.get(config.mlp, "3*d*f")
     flops = [
         entry("attention projections", "2*(d*H*K + 2*d*G*K + H*K*d)", L),
         entry("attention scores and sums", "4*H*K*A", L),
@@ -118,6 +126,8 @@ def _parameters(config: ModelConfig) -> list[tuple[str, str]]:
     attention = "d*H*K + 2*d*G*K + H*K*d" + " + H*K + 2*G*K + d" * config.attention_bias + " + 2*K" * config.qk_norm + " + H" * config.attention_sinks
     if config.mlp == "gelu":
         mlp = "2*d*f" + " + f + d" * (config.mlp_bias is not False)
+    elif config.mlp == "moe":
+        mlp = "d*E + (E + S)*3*d*f" + " + E" * (config.moe_bias_rate is not None)
     else:
         mlp = "3*d*f" + " + 2*f + d" * (config.mlp_bias is True)
     parts = [("token table", "V*d")] + [("position table", "C*d")] * (config.position == "learned")
@@ -155,11 +165,13 @@ def print_inventory(inventory: Inventory) -> None:
     """Tables for people, on standard output."""
     c, console = inventory.config, Console()
     letters = f"V={c.vocab_size} C={c.n_positions} L={c.n_layer} d={c.n_embd} H={c.n_head} G={c.kv_head_count} K={c.head_width} f={c.mlp_width}"
+    letters += f" E={c.moe_experts} N={c.moe_top_k} S={c.moe_shared}" * (c.mlp == "moe")
     seen = min(inventory.context, c.sliding_window or inventory.context)
     choices = f"position={c.position} norm={c.norm} attention={c.attention} mlp={c.mlp}"
     console.print(f"{choices}\n{letters}; T={inventory.context}, A={seen} tokens seen\n", highlight=False)
     _print(console, "Parameters", inventory.parameters, inventory.parameter_count)
-    console.print(f"without the tables: {inventory.non_embedding_count:,}\n", highlight=False)
+    active = f"; used by a token: {inventory.active_parameter_count:,}" * (c.mlp == "moe")
+    console.print(f"without the tables: {inventory.non_embedding_count:,}{active}\n", highlight=False)
     _print(console, "FLOPs a token, forward, every token seeing A", inventory.flops, inventory.forward_flops)
     forward, causal = inventory.forward_flops, inventory.causal_forward_flops
     console.print(f"as causal order leaves it: {causal:,}; training is 3 x: {3 * forward:,}, causal {3 * causal:,}\n", highlight=False)

@@ -33,6 +33,7 @@ from gpt2jax.decoding.settings import CACHE_DTYPES, WEIGHTS_DTYPES
 from gpt2jax.errors import InputError
 from gpt2jax.model.gpt2 import GPT2
 from gpt2jax.model.linear import Linear, QuantizedLinear, QuantizedTable, add_bias
+from gpt2jax.model.moe import ExpertLinear
 
 #: Most rows for which `turned_product` is faster than a plain product, for float32.
 FEW = 32
@@ -65,13 +66,17 @@ def check_weights_dtype(weights_dtype: str) -> None:
 
 @functools.partial(jax.jit, static_argnames="weights_dtype")
 def _quantize(model: GPT2, weights_dtype: str) -> GPT2:
-    def cast(linear: Linear) -> Linear:
+    def cast(linear: Any) -> Any:
         linear = nnx.clone(linear)
         linear.w = nnx.Param(linear.w[...].astype(weights_dtype), axes=linear.w.axes)
         return linear
 
     small: Any = nnx.clone(model)
-    change = functools.partial(_with_linears, change=QuantizedLinear if weights_dtype == "int8" else cast)
+
+    def int8(linear: Any) -> nnx.Module:
+        return linear.quantized() if isinstance(linear, ExpertLinear) else QuantizedLinear(linear)
+
+    change = functools.partial(_with_linears, change=int8 if weights_dtype == "int8" else cast, kinds=(Linear, ExpertLinear))
     small.blocks = nnx.data(tuple(map(change, model.blocks))) if isinstance(model.blocks, tuple) else jax.vmap(change)(model.blocks)
     for name in ("token_table", "head"):
         table: Any = getattr(model, name)
@@ -240,11 +245,11 @@ def cpu_flags() -> frozenset[str]:
     return frozenset(next((line.split(":", 1)[1] for line in lines if line.startswith("flags")), "").split())
 
 
-def _with_linears(module: Any, change: Callable[[Any], nnx.Module]) -> Any:
+def _with_linears(module: Any, change: Callable[[Any], nnx.Module], kinds: tuple[type, ...] = (Linear, QuantizedLinear)) -> Any:
     module = nnx.clone(module)
     for name, part in vars(module).items():
-        if isinstance(part, (Linear, QuantizedLinear)):
+        if isinstance(part, kinds):
             setattr(module, name, change(part))
         elif isinstance(part, nnx.Module):
-            setattr(module, name, _with_linears(part, change))
+            setattr(module, name, _with_linears(part, change, kinds))
     return module

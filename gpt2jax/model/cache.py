@@ -26,12 +26,13 @@ class Span:
     """The tokens handed to a mixer: position_BT int32; valid_BT bool (False marks padding; None: all are real); segment_BT int32, for whole sequences.
 
     Tokens see those of their own segment only, and a negative segment is padding; None says that causal order alone hides what must be hidden, as it does
-    where padding stands behind the real tokens.
+    where padding stands behind the real tokens. counts_BT (bool): which real tokens count in the loads of experts; None: all.
     """
 
     position_BT: jax.Array
     valid_BT: jax.Array | None = None
     segment_BT: jax.Array | None = None
+    counts_BT: jax.Array | None = None
 
     @staticmethod
     def of(shape: tuple[int, int], valid_BT: jax.Array | None = None, segment_BT: jax.Array | None = None) -> Span:

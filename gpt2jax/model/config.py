@@ -38,7 +38,7 @@ class ModelConfig:
     n_layer: Annotated[Count, "blocks"] = 12
     n_head: Annotated[Count, "attention heads; must divide n_embd"] = 12
     n_embd: Annotated[Count, "width of the residual stream"] = 768
-    n_inner: Annotated[Count | None, "width of the MLP; none means 4 x n_embd (gated: 8/3, up to a multiple of 64)"] = None
+    n_inner: Annotated[Count | None, "width of the MLP, or of each expert; none means 4 x n_embd (gated: 8/3, up to a multiple of 64)"] = None
     position: Annotated[Literal["learned", "rope", "none"], "learned: a table of n_positions rows; rope: rotated queries and keys"] = "learned"
     rope_theta: Annotated[Positive, "rope: base of the wave lengths"] = 10000.0
     rope_layout: Annotated[Literal["half", "interleaved"], "rope: pairs (j, j + K/2) as in Hugging Face's Llama, or (2j, 2j + 1) as in Meta's"] = "half"
@@ -63,8 +63,20 @@ class ModelConfig:
     attention_softcap: Annotated[Positive | None, "scores become cap x tanh(score / cap)"] = None
     attention_sinks: Annotated[bool, "a learned logit a head takes part in each softmax and adds nothing to the sum"] = False
     attention_backend: Annotated[Literal["auto", "xla", "flash", "splash", "cudnn"], "schedule of attention over whole sequences"] = "auto"
-    mlp: Annotated[Literal["gelu", "swiglu", "geglu"], "channel mixer"] = "gelu"
+    mlp: Annotated[Literal["gelu", "swiglu", "geglu", "moe"], "channel mixer; moe: a mixture of swiglu experts"] = "gelu"
     mlp_bias: Annotated[bool | None, "biases in the MLP; none means yes for gelu, no where it is gated"] = None
+    moe_experts: Annotated[Count, "moe: experts, of which each token uses a few"] = 8
+    moe_top_k: Annotated[Count, "moe: experts a token"] = 2
+    moe_shared: Annotated[Natural, "moe: experts that every token uses beside them, as one MLP of so many widths"] = 0
+    moe_router: Annotated[Literal["softmax", "sigmoid"], "moe: how logits become scores; softmax as in Mixtral, sigmoid as in DeepSeek-V3"] = "softmax"
+    moe_norm_topk_prob: Annotated[bool, "moe: scores of a token's experts are divided by their sum (Mixtral, Qwen3, DeepSeek-V3; not OLMoE)"] = True
+    moe_routed_scaling_factor: Annotated[Positive, "moe: factor on them after that"] = 1.0
+    moe_groups: Annotated[Count, "moe: groups of experts, of which a token uses moe_topk_groups"] = 1
+    moe_topk_groups: Annotated[Count, "moe: groups a token; those with the highest sums of their two best scores"] = 1
+    moe_capacity: Annotated[Positive | None, "moe: an expert takes so many times its even share of tokens, others are dropped; none drops no token"] = None
+    moe_balance_loss: Annotated[NonNegative, "moe: coefficient of the load-balance loss, which is 1 where loads are even"] = 0.01
+    moe_z_loss: Annotated[NonNegative, "moe: coefficient of the mean of log(sum of exp(router logits))^2"] = 0.0
+    moe_bias_rate: Annotated[NonNegative | None, "moe: step of a bias on the choice that evens loads (DeepSeek-V3: 0.001); none means no bias"] = None
     activation_function: Annotated[
         Literal["gelu_new", "gelu_pytorch_tanh", "gelu", "relu", "silu"], "gelu_new is the tanh form GPT-2 was trained with; gelu is the erf form"
     ] = "gelu_new"
@@ -85,14 +97,15 @@ class ModelConfig:
             raise InputError(f"model.kv_heads={self.kv_heads} does not divide model.n_head={self.n_head}; {_nearest_divisor(self.n_head, self.kv_heads)}")
         if self.eos_token_id is not None and self.eos_token_id >= self.vocab_size:
             raise InputError(f"model.eos_token_id={self.eos_token_id} is outside the vocabulary of model.vocab_size={self.vocab_size} ids")
-        if self.mlp == "swiglu" and self.activation_function not in ("gelu_new", "silu"):
-            raise InputError(f"model.activation_function={self.activation_function} does not go with model.mlp=swiglu, which is silu; leave it out")
+        if self.mlp in ("swiglu", "moe") and self.activation_function not in ("gelu_new", "silu"):
+            raise InputError(f"model.activation_function={self.activation_function} does not go with model.mlp={self.mlp}, which is silu; leave it out")
         if self.mlp == "geglu" and not self.activation_function.startswith("gelu"):
             raise InputError(f"model.activation_function={self.activation_function} does not go with model.mlp=geglu; use a gelu, or model.mlp=swiglu for silu")
         if self.position != "learned" and self.position_initializer_range != 0.01:
             value = self.position_initializer_range
             raise InputError(f"model.position_initializer_range={value} has no meaning with model.position={self.position}; leave it out")
         self._check_rope()
+        self._check_moe()
 
     def _check_rope(self) -> None:
         fields = {field.name: field.default for field in dataclasses.fields(self)}
@@ -116,6 +129,22 @@ class ModelConfig:
             raise InputError(f"model.rope_scaling={self.rope_scaling} needs model.rope_original_positions, the context length before stretching")
         if self.rope_scaling == "llama3" and self.rope_low_freq_factor >= self.rope_high_freq_factor:
             raise InputError(f"model.rope_low_freq_factor={self.rope_low_freq_factor} must be below rope_high_freq_factor={self.rope_high_freq_factor}")
+
+    def _check_moe(self) -> None:
+        fields = {field.name: field.default for field in dataclasses.fields(self) if field.name.startswith("moe_")}
+        for name, default in fields.items():
+            if self.mlp != "moe" and getattr(self, name) != default:
+                raise InputError(f"model.{name}={getattr(self, name)} has no meaning with model.mlp={self.mlp}; leave it out, or use model.mlp=moe")
+        if self.mlp == "moe" and self.mlp_bias:
+            raise InputError("model.mlp_bias=True does not go with model.mlp=moe, whose experts have no biases; leave it out")
+        experts, groups = self.moe_experts, self.moe_groups
+        if self.moe_top_k > experts:
+            raise InputError(f"model.moe_top_k={self.moe_top_k} is more than the model.moe_experts={experts} that there are; lower the first")
+        if experts % groups:
+            raise InputError(f"model.moe_groups={groups} does not divide model.moe_experts={experts}; {_nearest_divisor(experts, groups)}")
+        if not self.moe_top_k * groups <= self.moe_topk_groups * experts <= groups * experts:
+            least = -(-self.moe_top_k * groups // experts)
+            raise InputError(f"model.moe_topk_groups={self.moe_topk_groups} must be from {least}, which hold moe_top_k experts, to model.moe_groups={groups}")
 
     @property
     def head_width(self) -> int:

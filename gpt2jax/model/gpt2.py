@@ -19,15 +19,19 @@ from gpt2jax.model.block import NORMS, POSITIONS, Block
 from gpt2jax.model.cache import DecodeState, Slots, Span
 from gpt2jax.model.config import ModelConfig
 from gpt2jax.model.linear import child_key, dropout, normal
+from gpt2jax.model.moe import Routing
 from gpt2jax.parallel.table import STREAM, constrain, in_mesh_of
 
-_products_with_weights = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+
+def _products_with_weights(primitive: Any, *operands: Any, **how: Any) -> bool:
+    """Those of experts too."""
+    return primitive.name == "ragged_dot_general" or bool(jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *operands, **how))
 
 
 def _all_but_attention(primitive: Any, *operands: Any, **how: Any) -> bool:
     """Keep what has no axis of heads: products with weights, and floats of [batch, tokens, width] at most. Scores are [B, G, Q, T, S]."""
     plain = all(x.ndim <= 3 and jnp.issubdtype(x.dtype, jnp.floating) for x in operands)
-    return plain or bool(_products_with_weights(primitive, *operands, **how))
+    return plain or _products_with_weights(primitive, *operands, **how)
 
 
 #: Rematerialisation by name: of each block the backward pass computes again nothing, all, all but the products with weights (Chen et al., arXiv:1604.06174),
@@ -80,19 +84,36 @@ class GPT2(nnx.Module):
         remat: str = "none",
     ) -> jax.Array:
         """The final norm's output, [B, T, D] in the compute dtype. remat, one of `REMAT`: what the backward pass computes again instead of keeping it."""
+        return self.routed(tokens_BT, mask_BT=mask_BT, segment_BT=segment_BT, dropout_key=dropout_key, remat=remat)[0]
+
+    def routed(
+        self,
+        tokens_BT: jax.Array,
+        *,
+        mask_BT: jax.Array | None = None,
+        segment_BT: jax.Array | None = None,
+        counts_BT: jax.Array | None = None,
+        dropout_key: jax.Array | None = None,
+        remat: str = "none",
+    ) -> tuple[jax.Array, Routing | None]:
+        """`hidden`, and where tokens went in each layer, if MLPs are mixtures of experts. counts_BT (bool): the tokens that count there; None: all but
+        padding."""
         check_tokens(tokens_BT, self.config)
         B, T = tokens_BT.shape
-        span = Span.of((B, T), mask_BT, segment_BT)
+        span = dataclasses.replace(Span.of((B, T), mask_BT, segment_BT), counts_BT=counts_BT if self.config.mlp == "moe" else None)
         embed_key, block_key = (None, None) if dropout_key is None else jax.random.split(dropout_key)
         keys_L = None if block_key is None else jax.random.split(block_key, self.config.n_layer)
         x_BTD = constrain(self._embed(tokens_BT, span, embed_key), STREAM)
-        run = REMAT[remat](lambda block, x, span, key: block(x, span, key)[0])
+        run = REMAT[remat](lambda block, x, span, key: block.routed(x, span, key)[::2])
         if isinstance(self.blocks, tuple):
+            layers = []
             for i, block in enumerate(self.blocks):
-                x_BTD = run(block, x_BTD, span, None if keys_L is None else keys_L[i])
+                x_BTD, layer = run(block, x_BTD, span, None if keys_L is None else keys_L[i])
+                layers.append(layer)
+            routing = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
         else:
-            x_BTD, _ = jax.lax.scan(lambda x, layer: (run(layer[0], x, span, layer[1]), None), x_BTD, (self.blocks, keys_L))
-        return self.norm(x_BTD)
+            x_BTD, routing = jax.lax.scan(lambda x, layer: run(layer[0], x, span, layer[1]), x_BTD, (self.blocks, keys_L))
+        return self.norm(x_BTD), routing
 
     def padded_logits(self, x: jax.Array) -> jax.Array:
         """Hidden states [..., D] -> float32 logits [..., P]; padded ids get -inf, so that no softmax, argmax or sample sees them."""

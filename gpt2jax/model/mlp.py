@@ -31,7 +31,7 @@ class MLP(nnx.Module):
         d, f = config.n_embd, config.mlp_width
         options = _options(config, config.mlp_bias is not False)
         self.up = Linear(child_key(key, "up"), (d,), (f,), input_axes=("embed",), output_axes=("mlp",), std=config.initializer_range, **options)
-        self.down = _down(config, key, options)
+        self.down = _down(config, key, f, options)
         self.activation = config.activation_function
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
@@ -48,13 +48,13 @@ class GatedMLP(nnx.Module):
     Gate and up are one map to [2, F], gate first: tensor sharding splits F, so that both of a column stay together.
     """
 
-    def __init__(self, config: ModelConfig, key: jax.Array) -> None:
-        d, f = config.n_embd, config.mlp_width
+    def __init__(self, config: ModelConfig, key: jax.Array, width: int | None = None) -> None:
+        d, f = config.n_embd, width or config.mlp_width
         options = _options(config, config.mlp_bias is True)
         std = config.initializer_range
         self.gate_up = Linear(child_key(key, "gate_up"), (d,), (2, f), input_axes=("embed",), output_axes=(None, "mlp"), std=std, **options)
-        self.down = _down(config, key, options)
-        self.activation = "silu" if config.mlp == "swiglu" else config.activation_function
+        self.down = _down(config, key, f, options)
+        self.activation = config.activation_function if config.mlp == "geglu" else "silu"
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         return recomputed(self._activate_and_go_down)(self.down, self.gate_up(x_BTD))
@@ -68,6 +68,6 @@ def _options(config: ModelConfig, bias: bool) -> dict[str, Any]:
     return dict(dtype=jnp.dtype(config.compute_dtype), bias=bias)
 
 
-def _down(config: ModelConfig, key: jax.Array, options: dict[str, Any]) -> Linear:
+def _down(config: ModelConfig, key: jax.Array, width: int, options: dict[str, Any]) -> Linear:
     std = residual_std(config.initializer_range, config.n_layer)
-    return Linear(child_key(key, "down"), (config.mlp_width,), (config.n_embd,), input_axes=("mlp",), output_axes=("embed",), std=std, **options)
+    return Linear(child_key(key, "down"), (width,), (config.n_embd,), input_axes=("mlp",), output_axes=("embed",), std=std, **options)

@@ -55,6 +55,7 @@ def check_divisible(config: Config, sizes: dict[str, int]) -> None:
         ("model.n_embd", model.n_embd, sizes["fsdp"], "fsdp"),
         ("model.n_head", model.n_head, sizes["tensor"], "tensor"),
         ("the MLP's width", model.mlp_width, sizes["tensor"], "tensor"),
+        ("model.moe_experts", model.moe_experts if model.mlp == "moe" else 0, sizes["expert"], "expert"),
         ("the padded vocabulary", model.padded_vocab_size, sizes["tensor"], "tensor"),
     ):
         if number % parts:

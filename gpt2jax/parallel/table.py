@@ -17,6 +17,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "mlp": ("tensor",),
+    "experts": ("expert",),
     "embed": ("fsdp",),
     "batch": ("data", "fsdp", "expert"),
     "tokens": ("sequence",),

@@ -123,7 +123,7 @@ def _run(mesh: Mesh, config: Config, run_dir: Path, tokenizer: Tokenizer, splits
             val = evaluate(state, signals) if validates else None
             unlogged = None
             if logs:
-                numbers = {key: float(measured[key]) for key in ("loss", "grad_norm", "lr")}
+                numbers = {key: float(value) for key, value in measured.items() if key in ("loss", "grad_norm", "lr") or key.startswith("moe_load_")}
                 if validates and val is None:
                     unlogged = numbers  # the next start validates, and logs them
                 else:

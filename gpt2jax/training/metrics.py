@@ -15,7 +15,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 class MetricsFile:
     """One JSON object a line: step, tokens, loss, val_loss, lr, grad_norm, tokens_per_s, val_bits_per_byte, mfu and causal_mfu (see analysis/peak.py),
-    memory_bytes (the most that arrays have taken on a device) and skipped (steps that the guard has skipped so far).
+    memory_bytes (the most that arrays have taken on a device) and skipped (steps that the guard has skipped so far); with experts also moe_load_max,
+    moe_load_min and moe_load_entropy (see `load_metrics` in model/moe.py).
 
     Values not measured at a step are null. Each line is written whole, so that a killed run leaves at most one torn line, which the next start removes.
     """

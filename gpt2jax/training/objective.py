@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from gpt2jax.kernels.product import on_one_cpu, sum_of_outer_products
 from gpt2jax.model.gpt2 import GPT2, table_logits
+from gpt2jax.model.moe import routing_loss
 from gpt2jax.parallel.table import axes_of, constrain
 
 #: Where a block's logits, and each part's sum of the table's gradient, lie.
@@ -55,17 +56,35 @@ def summed_loss(
     z_loss: coefficient of log(sum of exp(logits))^2, which keeps the softmax's normaliser near 1 (PaLM, arXiv:2204.02311, section 5; ST-MoE, arXiv:2202.08906).
     chunk: the most tokens a device whose logits are held at once; `_chunked` goes over blocks of them. None: all logits at once, and JAX's own gradient.
     separator: the id that begins a document; with one, tokens see their own document only, and its positions start at 0. None: all of their row.
+    What is minimised has the losses of routers in it (`routing_loss`), if there are any.
     """
-    x_BTD = model.hidden(inputs_BT, segment_BT=documents(inputs_BT, separator), dropout_key=dropout_key, remat=remat)
+    return summed_loss_and_loads(model, inputs_BT, targets_BT, dropout_key, remat, chunk, z_loss, separator)[:2]
+
+
+def summed_loss_and_loads(
+    model: GPT2,
+    inputs_BT: jax.Array,
+    targets_BT: jax.Array,
+    dropout_key: jax.Array | None = None,
+    remat: str = "none",
+    chunk: int | None = None,
+    z_loss: float = 0.0,
+    separator: int | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """`summed_loss`, and how many tokens whose targets count chose each expert, float32 [L, E]; None without experts."""
+    segment_BT = documents(inputs_BT, separator)
+    x_BTD, routing = model.routed(inputs_BT, segment_BT=segment_BT, counts_BT=targets_BT >= 0, dropout_key=dropout_key, remat=remat)
     if chunk is not None:
         config = model.config
         total, loss = _chunked(x_BTD, model.head_table[...], targets_BT, config.vocab_size, config.compute_dtype, chunk, z_loss)
-        return total, jax.lax.stop_gradient(loss)
-    losses_BT, normalizers_BT, counts_BT = _losses_and_normalizers(model.padded_logits(x_BTD), targets_BT)
-    loss = losses_BT.sum()
-    if not z_loss:
-        return loss, jax.lax.stop_gradient(loss)
-    return loss + z_loss * jnp.where(counts_BT, normalizers_BT**2, 0.0).sum(), jax.lax.stop_gradient(loss)
+    else:
+        losses_BT, normalizers_BT, counts_BT = _losses_and_normalizers(model.padded_logits(x_BTD), targets_BT)
+        total = loss = losses_BT.sum()
+        if z_loss:
+            total = loss + z_loss * jnp.where(counts_BT, normalizers_BT**2, 0.0).sum()
+    if routing is not None:
+        total = total + routing_loss(model.config, routing)
+    return total, jax.lax.stop_gradient(loss), None if routing is None else routing.loads
 
 
 def documents(tokens_BT: jax.Array, separator: int | None) -> jax.Array | None:

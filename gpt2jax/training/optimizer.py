@@ -169,12 +169,12 @@ def decay_mask(model: GPT2) -> dict[str, bool]:
 
 
 def muon_matrices(model: GPT2) -> dict[str, MuonDimensionNumbers | None]:
-    """The blocks' weights as matrices for Muon: which axes are input and output. Stacked layers, and the key/value axis, are separate matrices."""
+    """The blocks' weights as matrices for Muon: which axes are input and output. Stacked layers, experts, and the key/value axis, are separate matrices."""
 
     def dimensions(name: str, variable: Any) -> MuonDimensionNumbers | None:
         if not (name.startswith("blocks.") and name.endswith(".w")):
             return None
-        named = [1 + i for i, axis in enumerate(variable.axes) if axis is not None]
+        named = [1 + i for i, axis in enumerate(variable.axes) if axis not in (None, "experts")]
         inputs = tuple(i for i in named if i <= variable.inputs)
         return MuonDimensionNumbers(inputs, tuple(i for i in named if i > variable.inputs))
 

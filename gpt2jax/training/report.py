@@ -55,8 +55,9 @@ class Report:
         if self._tracker:
             self._tracker.close()
 
-    def log(self, step: int, loss: float, grad_norm: float, lr: float, val: dict[str, float] | None, skipped: int | None = None) -> None:
-        """skipped: steps that the guard has skipped so far. What is not finite, as in a step that it skipped, is written as null."""
+    def log(self, step: int, loss: float, grad_norm: float, lr: float, val: dict[str, float] | None, skipped: int | None = None, **loads: float) -> None:
+        """skipped: steps that the guard has skipped so far. loads: of experts, if there are any (`load_metrics`). What is not finite, as in a step that the
+        guard skipped, is written as null."""
         now, (then, before) = time.monotonic(), self._mark
         self._mark = (now, step)
         rate = self._batch_tokens * max(step - before, 1) / max(now - then, 1e-9)
@@ -66,6 +67,7 @@ class Report:
                 step=step, tokens=step * self._batch_tokens, loss=_finite(loss), val_loss=_finite(val["loss"]) if val else None, lr=lr,
                 grad_norm=_finite(grad_norm), tokens_per_s=round(rate, 1), val_bits_per_byte=_finite(val["bits_per_byte"]) if val else None, mfu=mfu,
                 causal_mfu=causal_mfu, memory_bytes=_peak_memory(), skipped=skipped, **{name: (val or {}).get(name) for name in self._scores},
+                **{name: _finite(value) for name, value in loads.items()},
             )  # fmt: skip
             self._file.write(**values)
             if self._tracker:

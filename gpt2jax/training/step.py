@@ -18,12 +18,13 @@ from gpt2jax.config import Config, GuardConfig, ModelConfig
 from gpt2jax.errors import InputError
 from gpt2jax.model.gpt2 import GPT2
 from gpt2jax.model.lora import adapter_variables
+from gpt2jax.model.moe import BIAS, load_metrics, rebalanced
 from gpt2jax.model.parameters import abstract_model, named_parameters, with_parameters
 from gpt2jax.parallel.mesh import parameter_shardings, shardings_like
 from gpt2jax.parallel.table import TABLE, constrain
 from gpt2jax.training.guard import Guard, judge, select
-from gpt2jax.training.objective import summed_loss
-from gpt2jax.training.optimizer import gradient_point
+from gpt2jax.training.objective import summed_loss_and_loads
+from gpt2jax.training.optimizer import Averaged, gradient_point
 
 Metrics = dict[str, jax.Array]
 Batch = jax.Array | np.ndarray
@@ -119,13 +120,15 @@ def make_train_step(
     separator.
     skeleton: the abstract model that the state's parameters, trained and frozen, fill; None means config's.
     A step whose loss or gradient norm is not finite leaves parameters and optimizer as they were; `guard` says what else does (see `judge`).
-    Metrics: loss (nats a target, without the z-loss), grad_norm (before clipping), lr, targets (those that count), z and applied (the guard's verdict).
+    Metrics: loss (nats a target, without the z-loss and routers' losses), grad_norm (before clipping), lr, targets (those that count), z and applied (the
+    guard's verdict), and with experts `load_metrics` of the whole batch, from which their biases follow: no gradient moves those.
     InputError if the platform can't do `remat`.
     """
     _check_remat(remat)
     guard = guard or GuardConfig()
     skeleton = skeleton or abstract_model(config)
     dropped = config.embd_pdrop or config.attn_pdrop or config.resid_pdrop
+    no_loads = jnp.zeros((config.n_layer, config.moe_experts)) if config.mlp == "moe" else None
 
     @functools.partial(jax.jit, donate_argnums=0, out_shardings=None if shardings is None else (shardings, None))
     def step(state: TrainState, inputs_BT: jax.Array, targets_BT: jax.Array) -> tuple[TrainState, Metrics]:
@@ -136,16 +139,16 @@ def make_train_step(
         def run(parameters: dict[str, jax.Array], inputs_MT: jax.Array, targets_MT: jax.Array, key: jax.Array | None) -> tuple[Any, dict[str, jax.Array]]:
             """A micro-batch's share of the mean over the whole batch's targets, and its gradient."""
 
-            def loss_of(parameters: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-                sums = summed_loss(with_parameters(skeleton, {**state.frozen, **parameters}), inputs_MT, targets_MT, key, remat, loss_chunk, z_loss, separator)
-                share, loss = (total / jnp.maximum(targets, 1) for total in sums)
-                return share, loss
+            def loss_of(parameters: dict[str, jax.Array]) -> tuple[jax.Array, tuple[jax.Array, jax.Array | None]]:
+                model = with_parameters(skeleton, {**state.frozen, **parameters})
+                total, loss, loads = summed_loss_and_loads(model, inputs_MT, targets_MT, key, remat, loss_chunk, z_loss, separator)
+                return total / jnp.maximum(targets, 1), (loss / jnp.maximum(targets, 1), loads)
 
-            (_, loss), gradients = jax.value_and_grad(loss_of, has_aux=True)(parameters)
-            return loss, gradients if shardings is None else jax.lax.with_sharding_constraint(gradients, shardings.parameters)
+            (_, measured), gradients = jax.value_and_grad(loss_of, has_aux=True)(parameters)
+            return measured, gradients if shardings is None else jax.lax.with_sharding_constraint(gradients, shardings.parameters)
 
         if accumulation == 1:
-            loss, gradients = run(point, inputs_BT, targets_BT, key)
+            (loss, loads), gradients = run(point, inputs_BT, targets_BT, key)
         else:
 
             def add(sums: Any, part: Any) -> tuple[Any, None]:
@@ -153,22 +156,34 @@ def make_train_step(
                 part_key = None if key is None else jax.random.fold_in(key, i)
                 return jax.tree.map(jnp.add, sums, run(point, inputs_MT, targets_MT, part_key)), None
 
-            zeros = (jnp.float32(0), jax.tree.map(jnp.zeros_like, point))
+            zeros = ((jnp.float32(0), no_loads), jax.tree.map(jnp.zeros_like, point))
             parts = (jnp.arange(accumulation), micro_batches(inputs_BT, accumulation), micro_batches(targets_BT, accumulation))
-            (loss, gradients), _ = jax.lax.scan(add, zeros, parts)
+            ((loss, loads), gradients), _ = jax.lax.scan(add, zeros, parts)
         updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.parameters)
         norm = optax.tree.norm(gradients)
         verdict, statistics = judge(state.guard, guard, loss, norm)
         runs = state.step >= 0
         applies = runs & verdict.applies
         new = (optax.apply_updates(state.parameters, updates), optimizer_state)
+        if loads is not None and config.moe_bias_rate and BIAS in state.parameters:
+            new = _rebalance(new, loads, config.moe_bias_rate)
         parameters, optimizer_state = select(applies, new, (state.parameters, state.optimizer))
         updates_done = done if state.guard is None else done - state.guard.skipped  # the optimizer's own count, which its schedule goes by
         metrics = {"loss": loss, "grad_norm": norm, "lr": learning_rate * schedule(updates_done), "targets": targets, "z": verdict.z, "applied": applies}
+        metrics |= {} if loads is None else load_metrics(loads)
         next_step = jnp.where(runs, jnp.where(verdict.halts, -1 - done, done + 1), state.step)
         return TrainState(next_step, parameters, optimizer_state, state.frozen, select(runs, statistics, state.guard)), metrics
 
     return step
+
+
+def _rebalance(new: tuple[dict[str, jax.Array], Any], loads_LE: jax.Array, rate: float) -> tuple[dict[str, jax.Array], Any]:
+    """Parameters and optimizer state with the experts' biases of the next step; those that gradients are taken at are no average."""
+    parameters, optimizer = new
+    bias = rebalanced(gradient_point(parameters, optimizer)[BIAS], loads_LE, rate)
+    if isinstance(optimizer, Averaged):
+        optimizer = optimizer._replace(trained={**optimizer.trained, BIAS: bias})
+    return {**parameters, BIAS: bias}, optimizer
 
 
 def _check_remat(remat: str) -> None:
