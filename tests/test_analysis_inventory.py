@@ -28,6 +28,7 @@ LLAMA: dict[str, Any] = dict(
     vocab_size=96, vocab_multiple=1, n_positions=22, n_layer=3, n_head=6, kv_heads=2, head_dim=10, n_embd=24, n_inner=28, position="rope", norm="rmsnorm",
     mlp="swiglu", attention_bias=False, tie_word_embeddings=False,
 )  # fmt: skip
+MOE: dict[str, Any] = dict(mlp="moe", moe_experts=5, moe_top_k=3, moe_shared=2, moe_router="sigmoid", moe_bias_rate=0.0)
 
 
 def test_gpt2_has_the_published_numbers() -> None:
@@ -58,6 +59,8 @@ def _multiplications(jaxpr: Any) -> int:
         if equation.primitive.name == "dot_general":
             (contracted, _), _ = equation.params["dimension_numbers"]
             total += math.prod(equation.outvars[0].aval.shape) * math.prod(equation.invars[0].aval.shape[axis] for axis in contracted)
+        if equation.primitive.name == "ragged_dot_general":  # each row meets its own expert
+            total += math.prod(equation.outvars[0].aval.shape) * equation.invars[0].aval.shape[-1]
         times = equation.params.get("length", 1) if equation.primitive.name == "scan" else 1
         inner = [part for part in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr) if _is_jaxpr(part)]
         total += times * sum(_multiplications(getattr(part, "jaxpr", part)) for part in inner)
@@ -68,11 +71,21 @@ def _is_jaxpr(value: Any) -> bool:
     return hasattr(value, "eqns") or hasattr(value, "jaxpr")
 
 
-@pytest.mark.parametrize("change", [{}, dict(mlp="geglu", attention_sinks=True), dict(position="learned", norm="layernorm", mlp="gelu", kv_heads=1)], ids=str)
+@pytest.mark.parametrize(
+    "change", [{}, dict(mlp="geglu", attention_sinks=True), dict(position="learned", norm="layernorm", mlp="gelu", kv_heads=1), MOE], ids=str
+)
 def test_flops_are_the_products_of_the_forward(change: dict[str, Any]) -> None:
     config = ModelConfig(**{**LLAMA, **change, "attention_backend": "xla"})
     program = jax.make_jaxpr(lambda model, tokens: model(tokens))(abstract_model(config), jnp.zeros((5, 22), jnp.int32))
     assert 2 * _multiplications(program.jaxpr) == 5 * 22 * take_inventory(config).forward_flops
+
+
+def test_experts_count_as_held_and_as_used() -> None:
+    inventory = take_inventory(ModelConfig(**{**LLAMA, **MOE}))
+    unused = 3 * (5 - 3) * 3 * 24 * 28
+    assert inventory.parameter_count == parameter_count(abstract_model(inventory.config))
+    assert inventory.as_dict()["active_parameter_count"] == inventory.parameter_count - unused
+    assert take_inventory(ModelConfig(**LLAMA)).active_parameter_count == take_inventory(ModelConfig(**LLAMA)).parameter_count
 
 
 @pytest.mark.parametrize("window", [None, 7])

@@ -25,11 +25,12 @@ from gpt2jax.training.objective import mean_loss
 
 ROOT = Path(__file__).parent.parent
 YARN = dict(position="rope", rope_layout="interleaved", rope_scaling="yarn", rope_factor=4.0, rope_original_positions=8)
+MOE = dict(mlp="moe", moe_experts=5, moe_top_k=2, moe_shared=1, moe_router="sigmoid", moe_bias_rate=0.0)
 #: Each choice as what it sets, the baseline first. Two prompts of 13 tokens reach past the window, and 4 heads can be spread over 4 devices.
 FACTORS: dict[str, list[dict[str, Any]]] = {
     "position": [{}, dict(position="rope"), YARN, dict(position="none")],
     "norm": [{}, dict(norm="rmsnorm")],
-    "mlp": [{}, dict(mlp="swiglu"), dict(mlp="geglu", mlp_bias=True)],
+    "mlp": [{}, dict(mlp="swiglu"), dict(mlp="geglu", mlp_bias=True), MOE],
     "kv_heads": [{}, dict(kv_heads=2), dict(kv_heads=1)],
     "qk_norm": [{}, dict(qk_norm=True)],
     "window": [{}, dict(sliding_window=5)],

@@ -147,9 +147,10 @@ class MoE(nnx.Module):
         stream = spec(STREAM, x_BTD.shape, mesh)
         place = lambda x, axes: None if x is None else spec(axes, x.shape, mesh)  # noqa: E731
         of_parts = tuple(tuple(map(place, part.parts, part.part_axes)) for part in maps)
-        experts, _, _, columns = spec(self.gate_up.part_axes[0], self.gate_up.w.shape, mesh)
-        gathered = tuple(name for name in experts or () if name in (stream[0] or ()))
-        summed = tuple(name for name in (*(experts or ()), *(columns or ())) if name not in gathered)
+        names = lambda part: (part,) if isinstance(part, str) else tuple(part or ())  # noqa: E731
+        experts, _, _, columns = map(names, spec(self.gate_up.part_axes[0], self.gate_up.w.shape, mesh))
+        gathered = tuple(name for name in experts if name in names(stream[0]))
+        summed = tuple(name for name in (*experts, *columns) if name not in gathered)
 
         def run(parts: Any, *tokens: jax.Array) -> jax.Array:
             first = jax.lax.axis_index(experts) * parts[0][0].shape[0] if experts else 0
@@ -172,7 +173,7 @@ class MoE(nnx.Module):
         h_MF = jnp.where(own_M1, jax.nn.silu(h_M2F[:, 0]) * h_M2F[:, 1], 0.0)
         y_MD = jnp.where(own_M1, _ragged(h_MF, parts[1], sizes_E, self.down.dtype), 0.0)
         y_BTKD = y_MD[jnp.argsort(order_M)].reshape(B, T, K, D)
-        return jnp.einsum("BTKD,BTK->BTD", y_BTKD, weights_BTK)
+        return (y_BTKD * weights_BTK[..., None]).sum(2)
 
     def _within_capacity(self, factor: float, x_BTD: jax.Array, chosen_BTK: jax.Array, weights_BTK: jax.Array, valid_BT: jax.Array | None) -> jax.Array:
         """Float32 [B, T, D]. Padding takes no place."""
@@ -187,7 +188,7 @@ class MoE(nnx.Module):
         h_EC2F = _each(x_ECD, self.gate_up)
         y_ECD = _each(jax.nn.silu(h_EC2F[..., 0, :]) * h_EC2F[..., 1, :], self.down)
         y_BTKD = y_ECD.reshape(E * C, D).at[slot_M].get(mode="fill", fill_value=0).reshape(B, T, K, D)
-        return jnp.einsum("BTKD,BTK->BTD", y_BTKD, weights_BTK)
+        return (y_BTKD * weights_BTK[..., None]).sum(2)
 
 
 def _each(x_ECI: jax.Array, experts: ExpertLinear) -> jax.Array:
