@@ -230,3 +230,29 @@ def test_experts_on_eight_devices_are_those_of_one() -> None:
     environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "8"}
     result = subprocess.run([sys.executable, "-c", SPREAD], cwd=ROOT, capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stderr
+
+
+def test_a_run_is_logged_saved_and_decoded(tiny_options: list[str], tmp_path: Path) -> None:
+    """Loads are in every line of metrics, the bias is in the checkpoint, the loss falls, and int8 experts decode as they compute."""
+    from gpt2jax.config import load_config
+    from gpt2jax.decoding.generate import generate
+    from gpt2jax.decoding.weights import quantize
+    from gpt2jax.loading import load
+    from gpt2jax.training.loop import train
+    from gpt2jax.training.metrics import read_metrics
+
+    options = [*tiny_options, "--model.mlp=moe", "--model.moe_experts=3", "--model.moe_bias_rate=0.001", "--optimizer.learning_rate=0.01", "--train.remat=dots"]
+    assert train(load_config(None, options)) == 0
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert lines[-1]["loss"] < lines[0]["loss"] - 0.05
+    for line in lines:
+        assert 0 <= line["moe_load_min"] <= 1 <= line["moe_load_max"] <= 3 / 2 and 0 < line["moe_load_entropy"] <= 1
+    model, _ = load(tmp_path / "run")
+    assert np.abs(model.blocks.mlp.router.bias[...]).max() > 5e-4
+    small = quantize(model, "int8")
+    assert small.blocks.mlp.gate_up.w.dtype == np.int8 and small.blocks.mlp.router.w.dtype == np.float32
+    for decoded in (model, small):
+        [result] = generate(decoded, [[5, 9, 14]], max_new_tokens=6, temperature=0, eos_token_id=None)
+        logits_BTV = decoded(jnp.asarray([[5, 9, 14, *result.tokens]]))
+        for i, token in enumerate(result.tokens):
+            assert float(logits_BTV[0, 2 + i, token]) >= float(logits_BTV[0, 2 + i].max()) - 1e-5
