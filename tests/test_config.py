@@ -203,7 +203,7 @@ def test_options_for_help_cover_every_key() -> None:
         "--model.n_inner",
         "int|none",
         "none",
-        "width of the MLP; none means 4 x n_embd (gated: 8/3, up to a multiple of 64)",
+        "width of the MLP, or of each expert; none means 4 x n_embd (gated: 8/3, up to a multiple of 64)",
     ) in describe_options()
     assert all(meaning for name, _, _, meaning in describe_options() if name.split(".")[0] != "--optimizer")
 
