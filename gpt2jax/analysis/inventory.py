@@ -1,7 +1,8 @@
 """The explicit inventory of a configuration: parameters by part, FLOPs a token, bytes of the decode cache, each from a formula.
 
 Letters: V vocabulary, C rows of the position table, T context, L layers, d width, H heads, G key/value heads, K head width, f inner width of the MLP or of
-an expert, A tokens that a token sees; E experts, of which a token uses N, and S that all tokens share.
+an expert, A tokens that a token sees; E experts, of which a token uses N, and S that all tokens share; of latent attention r rank of keys and values, q of
+queries, n, p and v widths of what never turns, what turns, and values.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def take_inventory(config: ModelConfig, context: int | None = None) -> Inventory
     if T < 1 or (config.context is not None and T > config.context):
         raise InputError(f"context={T} must be 1 or more, and with a table of positions at most model.n_positions={config.n_positions}")
     letters = dict(V=config.vocab_size, C=config.n_positions, L=config.n_layer, d=config.n_embd, H=config.n_head, G=config.kv_head_count)
-    letters |= dict(K=config.head_width, f=config.mlp_width, A=min(T, config.sliding_window or T))
+    letters |= dict(K=config.head_width, f=config.mlp_width, A=min(T, config.sliding_window or T)) | _latent_letters(config)
     letters |= dict(E=config.moe_experts, N=config.moe_top_k, S=config.moe_shared) if config.mlp == "moe" else {}
     entry = lambda part, formula, times=1: Entry(part, formula.replace("*", "·"), eval(formula, {"__builtins__": {}}, letters), times)  # noqa: E731
     L = config.n_layer
@@ -107,23 +108,45 @@ def take_inventory(config: ModelConfig, context: int | None = None) -> Inventory
     _check(config, parameters)
     matrices = {"gelu": "2*d*f", "moe": "(d*E + (N + S)*3*d*f)"}.get(config.mlp, "3*d*f")
     flops = [
-        entry("attention projections", "2*(d*H*K + 2*d*G*K + H*K*d)", L),
-        entry("attention scores and sums", "4*H*K*A", L),
+        entry("attention projections", f"2*({_projections(config)})", L),
+        entry("attention scores and sums", "2*H*(n + p + v)*A" if config.attention == "mla" else "4*H*K*A", L),
         entry("mlp", f"2*{matrices}", L),
         entry("logits", "2*V*d"),
     ]
     window = letters["A"]
     seen = (window * (window + 1) // 2 + (T - window) * window) / T  # the mean of min(t, window) over t = 1..T
-    causal = round(4 * config.n_head * config.head_width * seen) * L
-    numbers = 2 * L * letters["G"]
-    cache = {dtype: numbers * (config.head_width * size + (4 if dtype == "int8" else 0)) for dtype, size in CACHE_BYTES.items()}
+    causal = round(2 * config.n_head * (config.key_width + config.value_width) * seen) * L
+    cache = {dtype: entry("cache", _cache(config, dtype)).each for dtype in CACHE_BYTES}
     return Inventory(config, T, tuple(parameters), tuple(flops), causal, cache)
+
+
+def _latent_letters(config: ModelConfig) -> dict[str, int]:
+    if config.attention != "mla":
+        return {}
+    return dict(r=config.kv_rank, q=config.mla_q_rank or 0, n=config.nope_dim, p=config.rope_dim, v=config.value_width)
+
+
+def _projections(config: ModelConfig) -> str:
+    """Weights of attention's matrices."""
+    if config.attention != "mla":
+        return "d*H*K + 2*d*G*K + H*K*d"
+    return ("d*q + q*H*(n + p)" if config.mla_q_rank else "d*H*(n + p)") + " + d*(r + p) + r*H*(n + v) + H*v*d"
+
+
+def _cache(config: ModelConfig, dtype: str) -> str:
+    """Bytes of a token, all layers."""
+    size, scale = CACHE_BYTES[dtype], " + 4" if dtype == "int8" else ""
+    return f"L*((r + p)*{size}{' + 8' if scale else ''})" if config.attention == "mla" else f"2*L*G*(K*{size}{scale})"
 
 
 def _parameters(config: ModelConfig) -> list[tuple[str, str]]:
     """Each part and its formula, in the order of the forward pass."""
     norm = {"layernorm": "2*d", "rmsnorm": "d"}[config.norm]
-    attention = "d*H*K + 2*d*G*K + H*K*d" + " + H*K + 2*G*K + d" * config.attention_bias + " + 2*K" * config.qk_norm + " + H" * config.attention_sinks
+    if config.attention == "mla":
+        vectors = " + r" + " + q" * bool(config.mla_q_rank) + (" + r + p + d" + " + q" * bool(config.mla_q_rank)) * config.attention_bias
+    else:
+        vectors = " + H*K + 2*G*K + d" * config.attention_bias + " + 2*K" * config.qk_norm
+    attention = _projections(config) + vectors + " + H" * config.attention_sinks
     if config.mlp == "gelu":
         mlp = "2*d*f" + " + f + d" * (config.mlp_bias is not False)
     elif config.mlp == "moe":
@@ -166,6 +189,7 @@ def print_inventory(inventory: Inventory) -> None:
     c, console = inventory.config, Console()
     letters = f"V={c.vocab_size} C={c.n_positions} L={c.n_layer} d={c.n_embd} H={c.n_head} G={c.kv_head_count} K={c.head_width} f={c.mlp_width}"
     letters += f" E={c.moe_experts} N={c.moe_top_k} S={c.moe_shared}" * (c.mlp == "moe")
+    letters += "".join(f" {letter}={size}" for letter, size in _latent_letters(c).items())
     seen = min(inventory.context, c.sliding_window or inventory.context)
     choices = f"position={c.position} norm={c.norm} attention={c.attention} mlp={c.mlp}"
     console.print(f"{choices}\n{letters}; T={inventory.context}, A={seen} tokens seen\n", highlight=False)
@@ -177,8 +201,7 @@ def print_inventory(inventory: Inventory) -> None:
     console.print(f"as causal order leaves it: {causal:,}; training is 3 x: {3 * forward:,}, causal {3 * causal:,}\n", highlight=False)
     table = Table("Cache of keys and values", "formula", "bytes a token", f"bytes at T={inventory.context}", title_justify="left")
     for dtype, size in inventory.cache_bytes.items():
-        formula = f"2·L·G·(K·{CACHE_BYTES[dtype]}{' + 4' if dtype == 'int8' else ''})"
-        table.add_row(dtype, formula, f"{size:,}", f"{size * inventory.context:,}")
+        table.add_row(dtype, _cache(c, dtype).replace("*", "·"), f"{size:,}", f"{size * inventory.context:,}")
     console.print(table)
 
 

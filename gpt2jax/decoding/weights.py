@@ -153,6 +153,11 @@ class TurnedLinear(nnx.Module):
         y_RO = self.product(x.reshape(math.prod(rows), -1)).astype(self.dtype)
         return add_bias(y_RO.reshape(*rows, *self.outputs), self.b)
 
+    def turned(self) -> tuple[jax.Array, jax.Array | None]:
+        """As `Linear.turned`."""
+        scale_O = self.product.scale_O
+        return self.product.w_OI[...].reshape(*self.outputs, *self.inputs), None if scale_O is None else scale_O[...].reshape(self.outputs)
+
 
 def turned_product(x_RI: jax.Array, w_OI: jax.Array) -> jax.Array:
     """x w^T, float32 [R, O], for float32 weights."""

@@ -107,8 +107,8 @@ def describe(config: ModelConfig, T: int, platform: str | None = None, *, segmen
     """One line on what attention over T tokens will run on. InputError as from `choose`. segments: padding or packed documents are marked."""
     platform = canonical(platform) if platform else target_platform()
     case = Case(
-        **_device(platform), dtype=config.compute_dtype, T=T, heads=config.n_head, kv_heads=config.kv_head_count, key_width=config.head_width,
-        value_width=config.head_width, segments=segments, window=config.sliding_window, softcap=config.attention_softcap, sinks=config.attention_sinks,
+        **_device(platform), dtype=config.compute_dtype, T=T, heads=config.n_head, kv_heads=config.kv_head_count, key_width=config.key_width,
+        value_width=config.value_width, segments=segments, window=config.sliding_window, softcap=config.attention_softcap, sinks=config.attention_sinks,
         dropout=training and config.attn_pdrop > 0,
     )  # fmt: skip
     name = choose(config.attention_backend, case)

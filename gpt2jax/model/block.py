@@ -12,6 +12,7 @@ from gpt2jax.model.attention import Attention
 from gpt2jax.model.cache import Slots, Span
 from gpt2jax.model.config import ModelConfig
 from gpt2jax.model.linear import child_key, dropout
+from gpt2jax.model.mla import LatentAttention
 from gpt2jax.model.mlp import MLP, GatedMLP
 from gpt2jax.model.moe import MoE, Routing
 from gpt2jax.model.norm import LayerNorm, RMSNorm
@@ -20,7 +21,7 @@ from gpt2jax.parallel.table import STREAM, constrain
 
 # The one place where a name in the config picks a class. A new component is one file and one line here.
 NORMS: dict[str, Callable[[ModelConfig], Any]] = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}
-MIXERS: dict[str, Callable[[ModelConfig, jax.Array], Any]] = {"mha": Attention}
+MIXERS: dict[str, Callable[[ModelConfig, jax.Array], Any]] = {"mha": Attention, "mla": LatentAttention}
 MLPS: dict[str, Callable[[ModelConfig, jax.Array], Any]] = {"gelu": MLP, "swiglu": GatedMLP, "geglu": GatedMLP, "moe": MoE}
 POSITIONS: dict[str, Callable[[ModelConfig, jax.Array], Any]] = {"learned": LearnedPositions, "rope": NoPositions, "none": NoPositions}
 

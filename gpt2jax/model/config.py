@@ -50,12 +50,18 @@ class ModelConfig:
     rope_beta_fast: Annotated[Positive, "yarn: waves that turn more often than this in rope_original_positions stay"] = 32.0
     rope_beta_slow: Annotated[Positive, "yarn: waves that turn less often than this in rope_original_positions are stretched in full"] = 1.0
     rope_attention_factor: Annotated[Positive | None, "yarn: factor on rotated queries and keys; none means 0.1 ln(rope_factor) + 1"] = None
+    rope_mscale_all_dim: Annotated[NonNegative, "yarn with mla: scores are times (0.1 rope_mscale_all_dim ln(rope_factor) + 1)^2, as DeepSeek's"] = 0.0
     norm: Annotated[Literal["layernorm", "rmsnorm"], "normalisation"] = "layernorm"
     layer_norm_epsilon: Annotated[Positive, "added to the variance, or to the mean square"] = 1e-5
-    attention: Annotated[Literal["mha"], "sequence mixer"] = "mha"
+    attention: Annotated[Literal["mha", "mla"], "sequence mixer: multi-head, or multi-head latent attention"] = "mha"
     kv_heads: Annotated[Count | None, "key/value heads; none means n_head, fewer is grouped-query attention, 1 multi-query; must divide n_head"] = None
     head_dim: Annotated[Count | None, "width of a head; none means n_embd / n_head"] = None
-    attention_bias: Annotated[bool, "biases in attention"] = True
+    mla_kv_rank: Annotated[Count | None, "mla: width of the latent that keys and values are made from; none means 4 heads"] = None
+    mla_q_rank: Annotated[Count | None, "mla: width of a latent that queries are made from; none makes them without one"] = None
+    mla_nope_dim: Annotated[Count | None, "mla: part of a head's queries and keys that never turns; none means a head's width"] = None
+    mla_rope_dim: Annotated[Count | None, "mla: part that turns (with rope), whose keys all heads share; none means half a head's width"] = None
+    mla_value_dim: Annotated[Count | None, "mla: width of a head's values; none means a head's width"] = None
+    attention_bias: Annotated[bool, "biases in attention; mla has them on what comes from, and goes to, the residual stream"] = True
     qk_norm: Annotated[bool, "RMSNorm on each head's queries and keys, before rotation"] = False
     sliding_window: Annotated[Annotated[int, Field(ge=1, lt=2**31)] | None, "a token sees itself and this many tokens less one before it; none means all"] = (
         None
@@ -104,20 +110,38 @@ class ModelConfig:
         if self.position != "learned" and self.position_initializer_range != 0.01:
             value = self.position_initializer_range
             raise InputError(f"model.position_initializer_range={value} has no meaning with model.position={self.position}; leave it out")
+        self._check_mla()
         self._check_rope()
         self._check_moe()
+
+    def _check_mla(self) -> None:
+        given = [key for key in ("mla_kv_rank", "mla_q_rank", "mla_nope_dim", "mla_rope_dim", "mla_value_dim") if getattr(self, key) is not None]
+        if self.attention != "mla":
+            for key in given:
+                raise InputError(f"model.{key}={getattr(self, key)} has no meaning with model.attention={self.attention}; leave it out, or use mla")
+        elif self.kv_heads is not None:
+            raise InputError(f"model.kv_heads={self.kv_heads} does not go with model.attention=mla, whose heads share one latent; leave it out")
+        elif self.qk_norm:
+            raise InputError("model.qk_norm=True does not go with model.attention=mla, which normalises its latents; leave it out")
+        elif self.mla_rope_dim is None and self.head_width < 2:
+            raise InputError(f"a head is {self.head_width} wide, and model.mla_rope_dim is half of it unless given; give it, or widen the head")
 
     def _check_rope(self) -> None:
         fields = {field.name: field.default for field in dataclasses.fields(self)}
         given = [name for name in fields if name.startswith("rope_") and getattr(self, name) != fields[name]]
         of_scaling = {"linear": ("factor",), "llama3": ("factor", "original_positions", "low_freq_factor", "high_freq_factor")}
         of_scaling["yarn"] = ("factor", "original_positions", "beta_fast", "beta_slow", "attention_factor")
+        of_scaling["yarn"] += ("mscale_all_dim",) * (self.attention == "mla")
         used = {"theta", "layout", "scaling", *of_scaling.get(self.rope_scaling or "", ())} if self.position == "rope" else set()
         for name in given:
             if name.removeprefix("rope_") not in used:
                 other = "model.position" if self.position != "rope" else "model.rope_scaling"
+                if self.rope_scaling == "yarn" and name == "rope_mscale_all_dim":
+                    other = "model.attention"
                 raise InputError(f"model.{name}={getattr(self, name)} has no meaning with {other}={getattr(self, other[6:]) or 'none'}; leave it out")
-        if self.position == "rope" and self.head_width % 2:
+        if self.position == "rope" and self.attention == "mla" and self.rope_dim % 2:
+            raise InputError(f"model.position=rope turns pairs of numbers, and model.mla_rope_dim is {self.rope_dim}; choose an even one")
+        if self.position == "rope" and self.attention != "mla" and self.head_width % 2:
             raise InputError(f"model.position=rope turns pairs of numbers, and a head is {self.head_width} wide; choose n_head or head_dim so that it is even")
         if self.position == "rope" and self.rope_theta <= 1:
             raise InputError(f"model.rope_theta={self.rope_theta} must be above 1: it is the base of the wave lengths, 10000 in the paper")
@@ -155,6 +179,31 @@ class ModelConfig:
     def kv_head_count(self) -> int:
         """Key/value heads."""
         return self.kv_heads or self.n_head
+
+    @property
+    def kv_rank(self) -> int:
+        """mla: width of the latent of keys and values. Four heads, and half of one that turns, are DeepSeek-V2's (arXiv:2405.04434, section 2.1.4)."""
+        return self.mla_kv_rank or 4 * self.head_width
+
+    @property
+    def nope_dim(self) -> int:
+        """mla: the part of a head's queries and keys that never turns."""
+        return self.mla_nope_dim or self.head_width
+
+    @property
+    def rope_dim(self) -> int:
+        """mla: the part that turns."""
+        return self.mla_rope_dim or self.head_width // 2
+
+    @property
+    def key_width(self) -> int:
+        """Width of a head's queries and keys as attention over a whole sequence sees them."""
+        return self.nope_dim + self.rope_dim if self.attention == "mla" else self.head_width
+
+    @property
+    def value_width(self) -> int:
+        """Width of a head's values."""
+        return self.mla_value_dim or self.head_width
 
     @property
     def mlp_width(self) -> int:

@@ -68,6 +68,10 @@ class Linear(nnx.Module):
             return affine(x.reshape(-1, math.prod(inputs)), w.reshape(math.prod(inputs), -1), b).reshape(*x.shape[: x.ndim - n], *outputs)
         return add_bias(contract(x, w.astype(self.dtype), n), self.b)
 
+    def turned(self) -> tuple[jax.Array, jax.Array | None]:
+        """The weights [*outputs, *inputs], and what each output is to be multiplied by, [*outputs] or None."""
+        return turned(self.w[...], self.contracted), None
+
 
 class QuantizedLinear(nnx.Module):
     """A `Linear` with int8 weights and one float32 scale an output: w = int8 * scale, computed as (x @ int8) * scale + b in `dtype`.
@@ -85,6 +89,10 @@ class QuantizedLinear(nnx.Module):
         """x: [..., *inputs] -> [..., *outputs] in `dtype`."""
         y = contract(x.astype(self.dtype), self.w[...].astype(self.dtype), self.contracted)
         return add_bias(y * self.scale[...].astype(self.dtype), self.b)
+
+    def turned(self) -> tuple[jax.Array, jax.Array | None]:
+        """As `Linear.turned`."""
+        return turned(self.w[...], self.contracted), self.scale[...]
 
 
 class QuantizedTable(nnx.Module):
@@ -114,6 +122,11 @@ def add_bias(y: jax.Array, b: nnx.Param[jax.Array] | None) -> jax.Array:
 def contract(x: jax.Array, w: jax.Array, n: int) -> jax.Array:
     """The last n axes of x against the first n of w."""
     return jax.lax.dot_general(x, w, ((tuple(range(x.ndim - n, x.ndim)), tuple(range(n))), ((), ())))
+
+
+def turned(w: jax.Array, n: int) -> jax.Array:
+    """w [*inputs, *outputs], n of them inputs, as [*outputs, *inputs]."""
+    return w.transpose(*range(n, w.ndim), *range(n))
 
 
 def residual_std(initializer_range: float, n_layer: int) -> float:

@@ -17,7 +17,7 @@ from flax import nnx
 from gpt2jax.config import LoraConfig, ModelConfig
 from gpt2jax.errors import InputError
 from gpt2jax.model.gpt2 import GPT2
-from gpt2jax.model.linear import Linear, add_bias, child_key, constant, contract, normal
+from gpt2jax.model.linear import Linear, add_bias, child_key, constant, contract, normal, turned
 from gpt2jax.model.parameters import abstract_model, map_variables
 
 _SUFFIXES = (".lora_a", ".lora_b")
@@ -42,6 +42,10 @@ class LoraLinear(nnx.Module):
         """x: [..., *inputs] -> [..., *outputs] in `dtype`."""
         x, w, a, b = (part[...].astype(self.dtype) for part in (x, self.w, self.lora_a, self.lora_b))
         return add_bias(contract(x, w, self.contracted) + self.scale * contract(contract(x, a, self.contracted), b, 1), self.b)
+
+    def turned(self) -> tuple[jax.Array, jax.Array | None]:
+        """As `Linear.turned`."""
+        return turned(self.w[...] + self.scale * contract(self.lora_a[...], self.lora_b[...], 1), self.contracted), None
 
 
 def adapted(model: GPT2, lora: LoraConfig, key: jax.Array) -> GPT2:

@@ -37,9 +37,9 @@ class RMSNorm(nnx.Module):
     All in float32 and cast to x's dtype last, as in Gemma and Flax; Llama's code casts before it multiplies, which in bfloat16 differs by up to 2^-7.
     """
 
-    def __init__(self, config: ModelConfig, width: int | None = None, axis: str = "embed") -> None:
+    def __init__(self, config: ModelConfig, width: int | None = None, axis: str = "embed", eps: float | None = None) -> None:
         self.scale = constant((width or config.n_embd,), (axis,), 1.0)
-        self.eps = config.layer_norm_epsilon
+        self.eps = eps or config.layer_norm_epsilon
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         return recomputed(self._run)(self.scale[...], x_BTD)

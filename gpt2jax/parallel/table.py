@@ -19,6 +19,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     "mlp": ("tensor",),
     "experts": ("expert",),
     "embed": ("fsdp",),
+    "latent": ("fsdp",),
     "batch": ("data", "fsdp", "expert"),
     "tokens": ("sequence",),
 }
