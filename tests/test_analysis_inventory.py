@@ -29,6 +29,8 @@ LLAMA: dict[str, Any] = dict(
     mlp="swiglu", attention_bias=False, tie_word_embeddings=False,
 )  # fmt: skip
 MOE: dict[str, Any] = dict(mlp="moe", moe_experts=5, moe_top_k=3, moe_shared=2, moe_router="sigmoid", moe_bias_rate=0.0)
+#: Latent attention in its place.
+MLA: dict[str, Any] = dict(attention="mla", kv_heads=None, mla_kv_rank=17, mla_nope_dim=5, mla_rope_dim=4, mla_value_dim=7)
 
 
 def test_gpt2_has_the_published_numbers() -> None:
@@ -72,8 +74,13 @@ def _is_jaxpr(value: Any) -> bool:
 
 
 @pytest.mark.parametrize(
-    "change", [{}, dict(mlp="geglu", attention_sinks=True), dict(position="learned", norm="layernorm", mlp="gelu", kv_heads=1), MOE], ids=str
-)
+    "change",
+    [
+        {}, dict(mlp="geglu", attention_sinks=True), dict(position="learned", norm="layernorm", mlp="gelu", kv_heads=1), MLA, MOE, MLA | MOE,
+        MLA | dict(mla_q_rank=13, attention_bias=True, attention_sinks=True),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_flops_are_the_products_of_the_forward(change: dict[str, Any]) -> None:
     config = ModelConfig(**{**LLAMA, **change, "attention_backend": "xla"})
     program = jax.make_jaxpr(lambda model, tokens: model(tokens))(abstract_model(config), jnp.zeros((5, 22), jnp.int32))
@@ -89,22 +96,24 @@ def test_experts_count_as_held_and_as_used() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 7])
-def test_causal_flops_count_what_is_seen(window: int | None) -> None:
-    config = ModelConfig(**LLAMA, sliding_window=window)
-    inventory = take_inventory(config)
+@pytest.mark.parametrize(("change", "widths"), [({}, 10 + 10), (MLA, 5 + 4 + 7)])
+def test_causal_flops_count_what_is_seen(window: int | None, change: dict[str, Any], widths: int) -> None:
+    inventory = take_inventory(ModelConfig(**{**LLAMA, **change}, sliding_window=window))
     seen = sum(min(t + 1, window or 22) for t in range(22)) / 22
-    products = inventory.forward_flops - 3 * 4 * 6 * 10 * (window or 22)
-    assert inventory.causal_forward_flops == pytest.approx(products + 3 * 4 * 6 * 10 * seen, abs=3)
+    products = inventory.forward_flops - 3 * 2 * 6 * widths * (window or 22)
+    assert inventory.causal_forward_flops == pytest.approx(products + 3 * 2 * 6 * widths * seen, abs=3)
 
 
 @pytest.mark.parametrize("dtype", CACHE_BYTES)
-@pytest.mark.parametrize("change", [{}, dict(kv_heads=None), dict(kv_heads=1, position="learned")], ids=str)
+@pytest.mark.parametrize("change", [{}, dict(kv_heads=None), dict(kv_heads=1, position="learned"), MLA], ids=str)
 def test_cache_bytes_are_those_of_the_decode_state(dtype: str, change: dict[str, Any]) -> None:
     config = ModelConfig(**{**LLAMA, **change})
     model = jax.eval_shape(lambda model: prepare(model, turned=False, cache_dtype=dtype), abstract_model(config))
     _, state = jax.eval_shape(lambda model: model.prefill(jnp.zeros((3, 6), jnp.int32), jnp.full(3, 6), slots=16, recent=4), model)
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.frozen))
     assert size == 3 * 16 * take_inventory(config).cache_bytes[dtype]
+    if change is MLA and dtype != "int8":
+        assert size == 3 * 16 * config.n_layer * (17 + 4) * CACHE_BYTES[dtype], "exactly the latent and the shared key"
 
 
 def test_a_formula_that_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,6 +132,9 @@ def test_the_command_prints_tables_and_json(capsys: pytest.CaptureFixture[str], 
     assert main(["inspect", config, str(CONFIGS / "variants" / "gqa.yaml"), "--model.kv_heads=3"]) == 0
     text = capsys.readouterr().out
     assert "G=3" in text and "2·L·G·(K·4)" in text and f"{2 * 12 * 3 * 64 * 4:,}" in text
+    assert main(["inspect", config, str(CONFIGS / "variants" / "mla.yaml")]) == 0
+    text = capsys.readouterr().out
+    assert "r=256 q=0 n=64 p=32 v=64" in text and "L·((r + p)·4)" in text and f"{12 * 288 * 4:,}" in text
     assert main(["inspect", config, "--json", "--context", "512"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["parameter_count"] == 124_439_808 and report["cache_bytes_at_context"]["float32"] == 512 * 73_728

@@ -41,6 +41,14 @@ FACTORS: dict[str, list[dict[str, Any]]] = {
     "backend": [dict(attention_backend="xla"), dict(attention_backend="flash")],
     "width": [{}, dict(head_dim=8)],
 }
+#: Latent attention with each choice that goes with it; no two widths are equal.
+MLA: dict[str, Any] = dict(attention="mla", mla_kv_rank=10, mla_nope_dim=5, mla_rope_dim=4, mla_value_dim=3)
+MLA_ROWS: list[dict[str, Any]] = [
+    MLA | dict(attention_softcap=2.0, attention_backend="xla"),
+    MLA | dict(position="rope", mla_q_rank=7, attention_sinks=True, attention_backend="flash"),
+    MLA | YARN | dict(rope_mscale_all_dim=1.0, mla_q_rank=7, sliding_window=5, attention_bias=False, attention_backend="xla"),
+    MLA | dict(position="none", sliding_window=5, attention_sinks=True, attention_backend="flash"),
+]
 SIZES = dict(n_head=4, n_embd=24, n_positions=32)
 
 
@@ -61,11 +69,12 @@ def _pairwise() -> list[dict[str, Any]]:
     return rows
 
 
-ROWS = _pairwise()
+PLAIN_ROWS = _pairwise()
+ROWS = PLAIN_ROWS + MLA_ROWS
 
 
 def _name(row: dict[str, Any]) -> str:
-    return "-".join(str(value) if isinstance(value, str) else key for key, value in row.items() if key != "rope_layout")
+    return "-".join(str(value) if isinstance(value, str) else key for key, value in row.items() if key not in ("rope_layout", *list(MLA)[1:]))
 
 
 def _tokens(*shape: int) -> jax.Array:
@@ -151,11 +160,15 @@ def test_remat_changes_no_gradient(row: dict[str, Any], remat: str) -> None:
 #: What of a model a choice may change, by what parameters' names contain; nothing for the rest.
 OWN = {
     "position": ("position.",), "norm": ("norm.",), "mlp": (".mlp.",), "kv_heads": ("key_value",), "qk_norm": ("query_norm", "key_norm"), "sinks": ("sinks",),
-    "head": ("head",), "bias": ("mixer.query.b", "mixer.key_value.b", "mixer.out.b"), "width": (".mixer.",),
+    "head": ("head",), "bias": ("mixer.query.b", "mixer.key_value.b", "mixer.out.b"), "width": (".mixer.",), "attention": (".mixer.",),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("factor", "change"), [(name, change) for name, changes in FACTORS.items() for change in changes if change], ids=str)
+#: Latent attention with learned positions, and without what has a choice of its own.
+SWAPS = {**FACTORS, "attention": [dict(attention="mla"), MLA | dict(mla_q_rank=7, attention_bias=False)]}
+
+
+@pytest.mark.parametrize(("factor", "change"), [(name, change) for name, changes in SWAPS.items() for change in changes if change], ids=str)
 def test_swapping_one_component_leaves_the_rest_as_it_was(factor: str, change: dict[str, Any]) -> None:
     from gpt2jax.config import ModelConfig
 
@@ -204,10 +217,13 @@ def test_rope_and_no_positions_have_no_end() -> None:
 
 #: A Llama, and what Gemma 2, Qwen 3 and gpt-oss added; 3 heads and 24 positions as in `tiny_options`.
 LLAMA = ["position=rope", "norm=rmsnorm", "mlp=swiglu", "kv_heads=1", "attention_bias=false", "tie_word_embeddings=false"]
+DEEPSEEK = ["position=rope", "norm=rmsnorm", "mlp=swiglu", "attention=mla", "mla_q_rank=7", "attention_bias=true", "rope_layout=interleaved"]
 OTHERS = ["position=none", "mlp=geglu", "qk_norm=true", "sliding_window=7", "attention_softcap=3.0", "attention_sinks=true", "attention_backend=flash"]
 
 
-@pytest.mark.parametrize(("choices", "optimizer"), [([*LLAMA, "rope_theta=500.0"], "adamw"), (OTHERS, "muon")], ids=["llama", "others"])
+@pytest.mark.parametrize(
+    ("choices", "optimizer"), [([*LLAMA, "rope_theta=500.0"], "adamw"), (OTHERS, "muon"), (DEEPSEEK, "muon")], ids=["llama", "others", "mla"]
+)
 def test_variants_train_are_saved_and_decode(choices: list[str], optimizer: str, tiny_options: list[str], tmp_path: Path) -> None:
     """Through the same loop, checkpoint and decode loop as the baseline; the loss falls, every parameter moves, and int8 weights decode as they compute."""
     from gpt2jax.config import load_config
@@ -239,7 +255,7 @@ def test_variants_train_are_saved_and_decode(choices: list[str], optimizer: str,
 SPREAD = """
 import jax, numpy as np
 from decoding_helpers import prompt, tiny
-from test_components import ROWS, SIZES, _tokens
+from test_components import PLAIN_ROWS, ROWS, SIZES, _tokens
 from gpt2jax.decoding.generate import generate
 from gpt2jax.model.parameters import named_parameters
 from gpt2jax.parallel.mesh import shard
@@ -252,12 +268,15 @@ for i, row in enumerate(ROWS):
     model = tiny(**SIZES, **row)
     spread = shard(model, data=2, tensor=4)
     assert spread.blocks.mixer.query.w.addressable_shards[0].data.shape[2] == 1
-    assert spread.blocks.mixer.key_value.w.addressable_shards[0].data.shape[3] == (1 if row.get("kv_heads") is None else row["kv_heads"])
+    if row in PLAIN_ROWS:
+        assert spread.blocks.mixer.key_value.w.addressable_shards[0].data.shape[3] == (1 if row.get("kv_heads") is None else row["kv_heads"])
+    else:  # heads are spread, the latent lies whole
+        assert [getattr(spread.blocks.mixer, name).w.addressable_shards[0].data.shape for name in ("key_up", "latent")] == [(2, 10, 1, 5), (2, 24, 14)]
     (loss, gradient), (spread_loss, spread_gradient) = run(model, _tokens(4, 14)), run(spread, _tokens(4, 14))
     np.testing.assert_allclose(spread_loss, loss, rtol=1e-5)
     for (name, want), got in zip(named_parameters(gradient).items(), named_parameters(spread_gradient).values()):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=3e-5 * float(abs(want).max()), err_msg=f"{row} {name}")
-    if i in (1, 4, 7):  # two key heads, one, and all
+    if i in (1, 4, 7, len(PLAIN_ROWS) + 1):  # two key heads, one, and all; latents
         rows = [prompt(1), prompt(7), prompt(12), prompt(3)]
         one, many = (generate(m, rows, max_new_tokens=12, temperature=0, eos_token_id=None) for m in (model, spread))
         assert [x.tokens for x in one] == [x.tokens for x in many], row

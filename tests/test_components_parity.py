@@ -12,8 +12,9 @@ from golden.folders import GOLDEN
 from golden.make_components import CASES, Arrays, D, F, H, K, answer, inputs
 
 from gpt2jax.config import ModelConfig
-from gpt2jax.model.attention import Attention
+from gpt2jax.model.attention import Attention, Cached
 from gpt2jax.model.cache import Span
+from gpt2jax.model.mla import LatentAttention
 from gpt2jax.model.mlp import GatedMLP
 from gpt2jax.model.norm import RMSNorm
 from gpt2jax.model.position import rotation
@@ -55,6 +56,8 @@ def module_of(name: str, arrays: Arrays, **changes: Any) -> Any:
             filled(module.gate_up, b=np.stack([arrays["gate_proj.bias"], arrays["up_proj.bias"]]))
             filled(module.down, b=arrays["down_proj.bias"])
         return module
+    if config.attention == "mla":
+        return latent_of(config, arrays)
     module, G = Attention(config, KEY), config.kv_head_count
     filled(module.query, w=arrays["q_proj.weight"].T.reshape(D, H, K))
     filled(module.key_value, w=np.stack([arrays[f"{part}_proj.weight"].T.reshape(D, G, K) for part in "kv"], 1))
@@ -67,6 +70,26 @@ def module_of(name: str, arrays: Arrays, **changes: Any) -> Any:
         filled(module.query_norm, scale=arrays["q_norm.weight"])
         filled(module.key_norm, scale=arrays["k_norm.weight"])
     return filled(module, sinks=arrays["sinks"]) if "sinks" in arrays else module
+
+
+def latent_of(config: ModelConfig, arrays: Arrays) -> LatentAttention:
+    """Their kv_b_proj holds a head's part of the key beside its value."""
+    module, N = LatentAttention(config, KEY), config.nope_dim
+    by_head = lambda name: arrays[f"{name}.weight"].T.reshape(-1, config.n_head, arrays[f"{name}.weight"].shape[0] // config.n_head)  # noqa: E731
+    filled(module.query, w=by_head("q_b_proj" if config.mla_q_rank else "q_proj"))
+    filled(module.latent, w=arrays["kv_a_proj_with_mqa.weight"].T)
+    filled(module.latent_norm, scale=arrays["kv_a_layernorm.weight"])
+    filled(module.key_up, w=by_head("kv_b_proj")[..., :N])
+    filled(module.value_up, w=by_head("kv_b_proj")[..., N:])
+    filled(module.out, w=arrays["o_proj.weight"].T.reshape(config.n_head, config.value_width, D))
+    if config.mla_q_rank:
+        filled(module.query_down, w=arrays["q_a_proj.weight"].T)
+        filled(module.query_norm, scale=arrays["q_a_layernorm.weight"])
+    if config.attention_bias:
+        filled(module.query_down, b=arrays["q_a_proj.bias"])
+        filled(module.latent, b=arrays["kv_a_proj_with_mqa.bias"])
+        filled(module.out, b=arrays["o_proj.bias"])
+    return module
 
 
 def filled(module: Any, **parameters: np.ndarray[Any, Any]) -> Any:
@@ -82,7 +105,7 @@ def ours(name: str, arrays: Arrays, **changes: Any) -> np.ndarray[Any, Any]:
         config = config_of(name, **changes)
         return np.asarray(rotation(config, config.head_width)(x, jnp.asarray(arrays["position"])))
     module = module_of(name, arrays, **changes)
-    return np.asarray(module(x, Span.of(x.shape[:2]))[0] if isinstance(module, Attention) else module(x))
+    return np.asarray(module(x, Span.of(x.shape[:2]))[0] if isinstance(module, Cached) else module(x))
 
 
 def error(name: str, arrays: Arrays, expected: np.ndarray[Any, Any], **changes: Any) -> float:
@@ -129,6 +152,12 @@ def test_a_component_equals_transformers_live(name: str) -> None:
         ("window", dict(sliding_window=4)),
         ("softcap", dict(attention_softcap=1.6)),
         ("sinks", dict(attention_sinks=False)),
+        ("mla", dict(rope_layout="half")),
+        ("mla", dict(position="none", rope_theta=10000.0, rope_layout="half")),
+        ("mla queries", dict(rope_theta=101.0)),
+        ("mla yarn", dict(rope_mscale_all_dim=1.0)),
+        ("mla yarn", dict(rope_attention_factor=1.0)),
+        ("mla nope", dict(position="rope")),
     ],
     ids=str,
 )

@@ -120,6 +120,9 @@ def test_bad_overrides_are_refused_in_one_line(override: str, words: list[str]) 
     assert all(word in message for word in words), message
 
 
+YARN: dict[str, Any] = dict(position="rope", rope_scaling="yarn", rope_factor=2.0, rope_original_positions=64)
+
+
 @pytest.mark.parametrize(
     ("model", "words"),
     [
@@ -133,6 +136,13 @@ def test_bad_overrides_are_refused_in_one_line(override: str, words: list[str]) 
         (dict(position="rope", n_head=4, n_embd=12), "a head is 3 wide"),
         (dict(position="none", rope_layout="interleaved"), "rope_layout=interleaved has no meaning with model.position=none"),
         (dict(position="rope", position_initializer_range=0.3), "position_initializer_range=0.3 has no meaning with model.position=rope"),
+        (dict(mla_kv_rank=8), "mla_kv_rank=8 has no meaning with model.attention=mha"),
+        (dict(attention="mla", kv_heads=2), "kv_heads=2 does not go with model.attention=mla"),
+        (dict(attention="mla", qk_norm=True), "qk_norm=True does not go with model.attention=mla"),
+        (dict(attention="mla", mla_rope_dim=3, position="rope"), "mla_rope_dim is 3; choose an even one"),
+        (dict(attention="mla", n_head=12, n_embd=12), "a head is 1 wide, and model.mla_rope_dim is half of it"),
+        (dict(attention="mla", position="rope", rope_mscale_all_dim=1.0), "rope_mscale_all_dim=1.0 has no meaning with model.rope_scaling=none"),
+        (dict(**YARN, rope_mscale_all_dim=1.0), "rope_mscale_all_dim=1.0 has no meaning with model.attention=mha"),
         (dict(mlp="swiglu", activation_function="gelu"), "activation_function=gelu does not go with model.mlp=swiglu"),
         (dict(mlp="geglu", activation_function="silu"), "activation_function=silu does not go with model.mlp=geglu"),
     ],

@@ -48,8 +48,8 @@ class LatentAttention(Cached):
         self.query = to_heads("query", config.key_width, q_rank)
         self.latent = from_stream("latent", self.rank + config.rope_dim)
         self.latent_norm = RMSNorm(config, self.rank, "latent", EPSILON)
-        self.key = to_heads("key", self.nope, self.rank)
-        self.value = to_heads("value", config.value_width, self.rank)
+        self.key_up = to_heads("key_up", self.nope, self.rank)
+        self.value_up = to_heads("value_up", config.value_width, self.rank)
         sizes, out_std = (h, config.value_width), residual_std(std, config.n_layer)
         self.out = Linear(child_key(key, "out"), sizes, (d,), input_axes=("heads", "head"), output_axes=("embed",), std=out_std, dtype=dtype, bias=bias)
         self.sinks = normal(child_key(key, "sinks"), (h,), ("heads",), std) if config.attention_sinks else None
@@ -62,7 +62,7 @@ class LatentAttention(Cached):
         """A whole sequence: y [B, T, D], and the latents and turned keys that a cache can start from."""
         q_BTHN, q_BTHP = self._queries(x_BTD, span)
         kv = self._latents(x_BTD, span)
-        k_BHTN, v_BHTV = (make(kv.v[:, 0]).transpose(0, 2, 1, 3) for make in (self.key, self.value))
+        k_BHTN, v_BHTV = (make(kv.v[:, 0]).transpose(0, 2, 1, 3) for make in (self.key_up, self.value_up))
         k_BHTP = jnp.broadcast_to(kv.k, (*k_BHTN.shape[:3], kv.k.shape[3]))
         q_BTHK, k_BHTK = jnp.concatenate([q_BTHN, q_BTHP], -1), jnp.concatenate([k_BHTN, k_BHTP], -1)
         return self.out(self._attend(q_BTHK, k_BHTK, v_BHTV, span, dropout_key)), kv
@@ -70,7 +70,7 @@ class LatentAttention(Cached):
     def _project(self, x_BTD: jax.Array, span: Span) -> tuple[tuple[jax.Array, jax.Array], KV]:
         """What multi-query attention over the cache takes: queries for latents [B, T, H, E] and for turned keys [B, T, H, P]; and the new tokens' entries."""
         q_BTHN, q_BTHP = self._queries(x_BTD, span)
-        w_HNE, scale_HN = self.key.turned()
+        w_HNE, scale_HN = self.key_up.turned()
         q_BTHN = q_BTHN if scale_HN is None else q_BTHN * scale_HN.astype(q_BTHN.dtype)
         return (jnp.einsum("BTHN,HNE->BTHE", q_BTHN, w_HNE.astype(q_BTHN.dtype)), q_BTHP), self._latents(x_BTD, span)
 
@@ -81,7 +81,7 @@ class LatentAttention(Cached):
 
     def _output(self, o_BTHE: jax.Array) -> jax.Array:
         """Sums of latents to y [B, T, D]."""
-        w_HVE, scale_HV = self.value.turned()
+        w_HVE, scale_HV = self.value_up.turned()
         o_BTHV = jnp.einsum("BTHE,HVE->BTHV", o_BTHE, w_HVE.astype(o_BTHE.dtype))
         return self.out(o_BTHV if scale_HV is None else o_BTHV * scale_HV.astype(o_BTHV.dtype))
 

@@ -6,6 +6,7 @@ small enough that its epsilon shows. An array is called case/name: the inputs x 
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,12 +39,28 @@ def _attention(theirs: str, ours: dict[str, Any], kv_heads: int = 2, **settings:
     return Case(theirs, ours, sizes | dict(rope_parameters=dict(rope_type="default", rope_theta=theta)) | settings)
 
 
+def _latent(theirs: str, ours: dict[str, Any], **settings: Any) -> Case:
+    """3 heads, which the widths of 7, 4 and 5 and the ranks do not fit."""
+    ours = dict(attention="mla", n_head=3, mla_kv_rank=11, mla_nope_dim=7, mla_rope_dim=4, mla_value_dim=5, attention_bias=False, head_dim=6) | ours
+    if "position" not in ours:
+        ours = dict(position="rope", rope_theta=100.0, rope_layout="interleaved") | ours
+        settings = dict(rope_parameters=dict(rope_type="default", rope_theta=100.0)) | settings
+    sizes = dict(num_attention_heads=3, num_key_value_heads=3, kv_lora_rank=11, q_lora_rank=ours.get("mla_q_rank"), attention_bias=ours["attention_bias"])
+    return Case(theirs, ours, sizes | dict(qk_nope_head_dim=7, qk_rope_head_dim=4, head_dim=4, v_head_dim=5) | settings)
+
+
 _LLAMA3: dict[str, Any] = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=16.0, original_max_position_embeddings=512)
 _OUR_LLAMA3 = dict(rope_scaling="llama3", rope_factor=8.0, rope_original_positions=512, rope_high_freq_factor=16.0)
 _YARN: dict[str, Any] = dict(factor=4.0, original_max_position_embeddings=2048)
 _OUR_YARN = dict(rope_scaling="yarn", rope_factor=4.0, rope_original_positions=2048)
 _YARN_SET = dict(beta_fast=8.0, beta_slow=4.0, attention_factor=1.25)
 _OUR_YARN_SET = dict(rope_beta_fast=8.0, rope_beta_slow=4.0, rope_attention_factor=1.25)
+# of 4 tokens, so that 5 reach past it; DeepSeek-V2's two factors, here not equal
+_MLA_YARN: dict[str, Any] = dict(factor=4.0, original_max_position_embeddings=4, beta_fast=2.0, beta_slow=0.5, mscale=0.707, mscale_all_dim=1.3)
+_OUR_MLA_YARN = dict(
+    rope_scaling="yarn", rope_factor=4.0, rope_original_positions=4, rope_beta_fast=2.0, rope_beta_slow=0.5, rope_mscale_all_dim=1.3,
+    rope_attention_factor=(0.1 * 0.707 * math.log(4.0) + 1) / (0.1 * 1.3 * math.log(4.0) + 1),
+)  # fmt: skip
 
 CASES: dict[str, Case] = {
     "rope": _rope("LlamaRotaryEmbedding", "default"),
@@ -68,6 +85,11 @@ CASES: dict[str, Case] = {
     # the cap is low, so that it bends scores of this size
     "softcap": _attention("Gemma2Attention", dict(attention_softcap=1.5), attn_logit_softcapping=1.5, query_pre_attn_scalar=K, layer_types=["full_attention"]),
     "sinks": _attention("GptOssAttention", dict(attention_sinks=True, attention_bias=True), layer_types=["full_attention"]),
+    "mla": _latent("DeepseekV3Attention", dict()),
+    "mla queries": _latent("DeepseekV3Attention", dict(mla_q_rank=9, attention_bias=True)),
+    "mla half": _latent("DeepseekV3Attention", dict(rope_layout="half"), rope_interleave=False),
+    "mla yarn": _latent("DeepseekV3Attention", _OUR_MLA_YARN, rope_parameters=dict(rope_type="yarn", rope_theta=100.0, **_MLA_YARN)),
+    "mla nope": _latent("KimiLinearAttention", dict(position="none", mla_q_rank=9)),
 }
 
 
@@ -89,6 +111,8 @@ def inputs(name: str, seed: int | None = None) -> Arrays:
         elif len(shape) == 2:
             # small keys and queries where they are normalised, so that epsilon shows there too
             values *= (0.1 if hasattr(module, "q_norm") and key[0] in "qk" else 1) / np.sqrt(shape[1])
+        if key.startswith(("q_a_proj", "kv_a_proj")):  # latents are normalised too, with an epsilon of 1e-6; the keys behind them are not
+            values[: CASES[name].settings["q_lora_rank" if key[0] == "q" else "kv_lora_rank"]] *= 2e-3
         arrays[key] = values.astype(np.float32)
     return arrays
 
@@ -112,6 +136,8 @@ def answer(name: str, arrays: Arrays) -> np.ndarray[Any, Any]:
         sliding = getattr(module, "sliding_window", None) is not None
         make_mask = masking_utils.create_sliding_window_causal_mask if sliding else masking_utils.create_causal_mask
         mask = make_mask(config, x_BTD, torch.ones(B, T, dtype=torch.long), None, position_ids=position_BT)
+        if CASES[name].theirs.startswith("Kimi"):
+            return module(x_BTD, mask)[0].numpy()
         rotary = getattr(_modeling(name), CASES[name].theirs.replace("Attention", "RotaryEmbedding"))(config)
         return module(x_BTD, rotary(x_BTD, position_BT), mask)[0].numpy()
 
@@ -147,7 +173,7 @@ def _interleaved(name: str, x_BTHK: Any, position_BT: Any) -> np.ndarray[Any, An
 def _config(name: str) -> Any:
     import transformers
 
-    families = ("Llama", "Gemma2", "Gemma", "Qwen3", "GptOss")
+    families = ("Llama", "Gemma2", "Gemma", "Qwen3", "GptOss", "DeepseekV3", "KimiLinear")
     family = next((family for family in families if CASES[name].theirs.startswith(family)), "Llama")
     sizes = dict(hidden_size=D, intermediate_size=F, num_attention_heads=H, num_hidden_layers=1, head_dim=K, attn_implementation="eager")
     return getattr(transformers, f"{family}Config")(**sizes | CASES[name].settings)
