@@ -146,7 +146,7 @@ def test_a_mix_is_written_in_yaml_or_on_the_command_line(tmp_path: Path) -> None
     assert load_config(tmp_path / "a.yaml") == config
     assert load_config(tmp_path / "a.yaml", ["--data.source={other: 1}"]).data.source == {"other": 1}
     assert load_config(tmp_path / "a.yaml", ["--data.source=plain"]).data.source == "plain"
-    for value, said in [("{a: x}", "data.source='x'.*valid number"), ("{a: 0}", "data.source=0.*greater than 0"), ("{a: 1, a: 2}", "twice")]:
+    for value, said in [("{a: x}", "data.source of a='x'.*valid number"), ("{a: 0}", "data.source of a=0.*greater than 0"), ("{a: 1, a: 2}", "twice")]:
         (tmp_path / "b.yaml").write_text(f"data: {{source: {value}}}")
         with pytest.raises(InputError, match=said):
             load_config(tmp_path / "b.yaml")
